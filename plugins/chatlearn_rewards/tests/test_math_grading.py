@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from chatlearn_rewards.ground_truths import math_problem
-from chatlearn_rewards.math_grading import is_right
+from chatlearn_rewards.math_grading import answer_key, build_math_grader, is_right
 from chatlearn_rewards.options import MathOptions
 
 EQUAL = [
@@ -152,3 +152,53 @@ def test_published_ground_truths_equal_themselves_in_other_forms():
         ):
             assert is_right(form, answer), form
             assert not is_right(form.replace("so ", "not "), "-17.25"), form
+
+
+ONE_VOTE = [
+    (r"2\sqrt{2}", r"\sqrt{8}"),
+    (r"\sqrt{2}+\sqrt{3}", r"\sqrt{5+2\sqrt{6}}"),
+    (r"\pi/2", r"\frac{\pi}{2}"),
+    (r"\{1,2\}", r"\{2, 1\}"),
+    ("x(x+1)", "x^2+x"),
+    (r"\frac{x}{2}", "0.5x"),
+    (r"\frac{x^2-1}{x-1}", "x+1"),
+    ("[0,1)", r"0 \le x < 1"),
+    ("x=3", "3"),
+    (r"50\%", r"\frac12"),
+    ("3+4i", "4i+3"),
+    (r"(1,\frac12)", "(1, 0.5)"),
+    (r"\text{Evelyn}", r"\text{ Evelyn }"),
+]
+SEVERAL_VOTES = [
+    (r"\sqrt{2}", "1.41"),
+    ("(1,2)", "[1,2)"),
+    ("(3,1)", "(1,3)"),
+    ("x+1", "y+1"),
+    ("2^{100}", "2^{101}"),
+    ("10^{10^{10}}", "10^{10^{11}}"),
+    ("(x+1)^{1000}", "(x+1)^{1001}"),
+    ("99999999!", "99999998!"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), ONE_VOTE)
+def test_wrong_answers_that_are_equal_share_a_key(one: str, other: str) -> None:
+    """Evaluations group the votes of maj@k by it."""
+    grade = build_math_grader(require_boxed=True)
+    first, second = (grade((f"\\boxed{{{answer}}}", "77")) for answer in (one, other))
+    assert first == second
+    assert first["answer"] is not None
+    assert not first["right"]
+
+
+@pytest.mark.parametrize(("one", "other"), SEVERAL_VOTES)
+def test_different_answers_have_different_keys(one: str, other: str) -> None:
+    """Also those that would take forever to expand."""
+    assert answer_key(f"\\boxed{{{one}}}") != answer_key(f"\\boxed{{{other}}}")
+
+
+def test_answers_that_the_grader_calls_equal_mostly_share_a_key() -> None:
+    """The list above is full of notations; what shares no key is compared by spelling."""
+    boxed = [(left, right) for left, right in EQUAL if "boxed" in left and "boxed" not in right]
+    shared = [answer_key(left) == answer_key(f"\\boxed{{{right}}}") for left, right in boxed]
+    assert sum(shared) >= 0.9 * len(shared)

@@ -131,6 +131,17 @@ def test_exact_match(make_sample, context, settings, text, truth, value):
     assert (result.error is None) is (text_problem(chosen, truth) is None)
 
 
+def test_votes_are_what_was_compared(make_sample, context):
+    """Right answers share a vote, however they are written; wrong ones vote for themselves, no answer for none."""
+    exact = ExactMatchReward(options.ExactMatchOptions(take="answer", ignore_case=True), context)
+    texts = ("<answer>Paris</answer>", "<answer>LUTETIA</answer>", "<answer> rome</answer>", "no idea")
+    votes = [exact.judge(make_sample(text, ["Paris", "Lutetia"])).answer for text in texts]
+    assert votes == ["paris", "paris", "rome", None]
+    choice = MultipleChoiceReward(options.MultipleChoiceOptions(), context)
+    votes = [choice.judge(make_sample(text, "B")).answer for text in (r"\boxed{B}", "The answer is (C).", "B or C")]
+    assert votes == ["B", "C", None]
+
+
 async def test_fuzzy_match_is_a_similarity(use, make_sample):
     """2 M / T by hand: "abcd" and "bcde" share bcd, 6 / 8."""
     reward = use(FuzzyMatchReward, options.FuzzyMatchOptions(num_workers=1, threshold=0.5))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+from chatlearn_rewards.answer_keys import expression_key
 from chatlearn_rewards.answer_notation import in_plain_latex, in_plain_prose, interval
 from chatlearn_rewards.final_answer import last_boxed, last_tagged
 from chatlearn_rewards.strict_grading import objection_to_answer, objection_to_context, objection_to_statement
@@ -81,7 +81,7 @@ def is_right(completion: str, truth: str, *, require_boxed: bool = False, strict
 
 
 def answer_key(text: str, require_boxed: bool = False) -> str | None:
-    """The final answer of a text in a form that equal answers mostly share: numbers as fractions, everything else
+    """The final answer of a text in a form that equal answers share where ``expression_key`` can tell; otherwise
     without what does not change its meaning. None if there is none.
     """
     found = last_boxed(text)
@@ -90,18 +90,12 @@ def answer_key(text: str, require_boxed: bool = False) -> str | None:
     found = found or last_tagged(text)
     if found is None:
         parsed = _parse_statement(in_plain_prose(text[-TAIL_CHARACTERS:]))
-        return (_as_fraction(parsed[0]) or str(parsed[-1])) if parsed else None
+        return (expression_key(parsed[0]) or str(parsed[-1])) if parsed else None
     answer = in_plain_latex(found.text)
-    parsed = _parse_answer(answer) if len(answer) <= MAX_ANSWER_CHARACTERS else ()
-    return (_as_fraction(parsed[0]) if parsed else None) or _plain(answer) or None
-
-
-def _as_fraction(expression: Any) -> str | None:
-    """A rational number or a decimal as a fraction; None for everything else."""
-    if not (getattr(expression, "is_Rational", False) or getattr(expression, "is_Float", False)):
-        return None
-    written = str(expression)
-    return written if "e" in written else str(Fraction(written))  # a large exponent would take time
+    if len(answer) > MAX_ANSWER_CHARACTERS:
+        return _plain(answer)
+    parsed = _parse_answer(interval(answer) or answer)
+    return (expression_key(parsed[0]) if parsed else None) or _plain(answer) or None
 
 
 def _statement_is_right(completion: str, gold: str, strict: bool) -> bool:

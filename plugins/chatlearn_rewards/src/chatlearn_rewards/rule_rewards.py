@@ -42,9 +42,10 @@ class MultipleChoiceReward(InlineReward):
         if truth is None:
             problem = choice_problem(self._options, sample.prompt.ground_truth)
             return failed("multiple_choice", self._role, sample, str(problem))
-        right = chosen(sample.text, self._options) == truth
+        choice = chosen(sample.text, self._options)
+        right = choice == truth
         value = self._options.correct if right else self._options.incorrect
-        return RewardResult(value, {"accuracy": float(right)})
+        return RewardResult(value, {"accuracy": float(right)}, answer=choice)
 
 
 def chosen(text: str, options: MultipleChoiceOptions) -> str | None:
@@ -144,8 +145,14 @@ class ExactMatchReward(InlineReward):
         if wanted is None:
             return failed("exact_match", self._role, sample, str(text_problem(options, truth)))
         text = taken(sample.text, options.take)
-        right = text is not None and self._simplified(text) in {self._simplified(one) for one in wanted}
-        return RewardResult(options.correct if right else options.incorrect, {"accuracy": float(right)})
+        answer = None if text is None else self._simplified(text) or None
+        truths = [self._simplified(one) for one in wanted]
+        right = answer in truths
+        return RewardResult(
+            options.correct if right else options.incorrect,
+            {"accuracy": float(right)},
+            answer=truths[0] if right else answer,  # all right answers are one
+        )
 
     def _simplified(self, text: str) -> str:
         options = self._options
