@@ -10,20 +10,32 @@ import pytest
 
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.executor.evaluation_metrics import Measures, accuracy, evaluation_metrics, usual_k
-from chatlearn_core.executor.evaluator import EvaluationRoles, Evaluator, evaluation_flow, evaluation_roles
+from chatlearn_core.executor.evaluator import (
+    EvaluationRoles,
+    Evaluator,
+    OwnMetrics,
+    evaluation_flow,
+    evaluation_roles,
+)
+from chatlearn_core.executor.repeated_sampling import bootstrap_intervals
 from chatlearn_core.flow import Graph, trace
 from chatlearn_core.metrics import Timers
+from chatlearn_core.protocols import Algorithm
 from chatlearn_core.types import (
     RAW_BASIS,
     UNGRADED,
     Completion,
+    Derived,
     Metric,
+    Metrics,
     Prompt,
     RewardResult,
     Sample,
     SamplingParams,
+    TrainBatch,
     sample_from_completion,
 )
+from chatlearn_core.types.keyed_seed import keyed_seed
 
 SAMPLING = SamplingParams(8, temperature=0.5)
 
@@ -272,3 +284,47 @@ def test_an_evaluation_set_has_a_reward_of_its_own() -> None:
     graph = trace(flow, {"sampler": "generator", "judge": "reward"})
     assert evaluation_roles(config, graph, "strict").reward == "strict"
     assert evaluation_roles(config, graph).reward == "judge"
+
+
+class OwnLosses(Algorithm):
+    """``mean_id``: the mean of completion ids, over tokens; ``spread`` compares prompts; ``most`` is no mean."""
+
+    def evaluation_metrics(self, batch: TrainBatch) -> Metrics:
+        ids = batch.token_ids[batch.loss_mask].double()
+        spread = float((ids - ids.mean()).abs().sum())
+        return {
+            "mean_id": Metric(float(ids.sum()), len(ids)),
+            "spread": Metric(spread, len(ids)),
+            "most": Metric(float(ids.max()), reducer="max"),
+        }
+
+
+class InProcess:
+    """A trainer group that computes here."""
+
+    async def derive(self, batch: TrainBatch, function: Any) -> Derived:
+        derived: Derived = function(batch)
+        return derived
+
+
+async def test_an_algorithms_own_means_over_prompts_have_intervals() -> None:
+    """Prompt 0 has two samples of 2 tokens, the others one of 3 and 5: ids 0, 1, .. of each completion."""
+    lengths = {"a": ("g0", 2), "b": ("g0", 2), "c": ("g1", 3), "d": ("g2", 5)}
+    samples = [finished(name, "s", RewardResult(0.0), length, group_id) for name, (group_id, length) in lengths.items()]
+    own = OwnMetrics(OwnLosses(), InProcess)  # type: ignore[arg-type, abstract]  # the parts that are used
+    measures = Measures(resamples=500, seed=3)
+    metrics = await own.of("eval", samples, measures)
+    assert metrics["eval/mean_id"].value == pytest.approx((2 + 3 + 10) / 12)
+    assert metrics["eval/most"].value == 4
+    [expected] = bootstrap_intervals(
+        np.array([[2.0], [3.0], [10.0]]),
+        np.array([[4.0], [3.0], [5.0]]),
+        resamples=500,
+        confidence=measures.confidence,
+        seed=keyed_seed(3, "evaluation intervals", "eval"),
+    )
+    assert (metrics["eval/mean_id/low"].value, metrics["eval/mean_id/high"].value) == expected
+    assert expected is not None
+    assert expected[0] < expected[1]
+    assert not {"eval/spread/low", "eval/most/low"} & metrics.keys()
+    assert "eval/mean_id/low" not in await own.of("eval", samples, Measures(resamples=0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -114,10 +114,10 @@ def evaluation_metrics(prefix: str, samples: Sequence[Sample], measures: Measure
         for k in measures.k:
             of_prompts = [estimate(prompt, k) for prompt in prompts]
             means[f"{name}@{k}"] = [(0.0, 0) if value is None else (value, 1) for value in of_prompts]
-    return metrics | _with_intervals(prefix, means, measures)
+    return metrics | with_intervals(prefix, means, measures)
 
 
-def _with_intervals(prefix: str, means: dict[str, list[tuple[float, int]]], measures: Measures) -> Metrics:
+def with_intervals(prefix: str, means: Mapping[str, Sequence[tuple[float, float]]], measures: Measures) -> Metrics:
     """The means that have a summand, with the intervals of those in which two prompts take part."""
     means = {name: parts for name, parts in means.items() if any(weight for _, weight in parts)}
     if not means:

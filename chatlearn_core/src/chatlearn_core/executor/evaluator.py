@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
+from chatlearn_core.batching.balance import units_in_order
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.data import ExampleKind
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_core.executor.evaluation_metrics import Measures, evaluation_metrics
+from chatlearn_core.executor.evaluation_metrics import Measures, evaluation_metrics, with_intervals
 from chatlearn_core.executor.rollout_producer import make_requests
 from chatlearn_core.executor.scheduler import FlowScheduler
 from chatlearn_core.flow import Graph
@@ -94,23 +98,57 @@ class OwnMetrics:
     algorithm: Algorithm
     group: Callable[[], TrainerGroup]
 
-    async def of(self, prefix: str, samples: Sequence[Sample]) -> Metrics:
-        """``{prefix}/samples`` and the results of ``Algorithm.evaluation_metrics``, with ``prefix`` before each
-        name."""
+    async def of(self, prefix: str, samples: Sequence[Sample], measures: Measures) -> Metrics:
+        """``{prefix}/samples`` and the results of ``Algorithm.evaluation_metrics``, with ``prefix`` before each name;
+        with intervals, as far as a metric is a mean over prompts.
+        """
         learned = [sample for sample in samples if sample.exclusion is None and sample.loss_mask.any()]
         metrics: Metrics = {
             f"{prefix}/samples": Metric(len(samples), reducer="sum"),
             f"{prefix}/failed": Metric(len(samples) - len(learned), reducer="sum"),
         }
-        if learned:
-            derived = await self.group().derive(scored_batch(learned), partial(own_metrics, self.algorithm))
-            metrics |= {f"{prefix}/{name}": metric for name, metric in derived.metrics.items()}
-        return metrics
+        if not learned:
+            return metrics
+        batch = scored_batch(learned)
+        found = (await self.group().derive(batch, partial(own_metrics, self.algorithm))).metrics
+        if measures.resamples:
+            metrics |= with_intervals(prefix, await self._by_prompt(batch, found), measures)
+        return metrics | {f"{prefix}/{name}": metric for name, metric in found.items()}
+
+    async def _by_prompt(self, batch: TrainBatch, metrics: Metrics) -> dict[str, list[tuple[float, float]]]:
+        """Metric -> (sum, number of summands) of each prompt, of those metrics that are the means of what
+        ``Algorithm.evaluation_metrics`` says of each prompt alone. One that compares prompts with each other, such as
+        KTO's loss with its reference point, is not.
+        """
+        names = [name for name, metric in metrics.items() if metric.reducer == "mean"]
+        parts = (await self.group().derive(batch, partial(metrics_of_groups, self.algorithm, names))).sequence_data
+        firsts = [indices[0] for indices in units_in_order(batch.group_index.tolist())]
+        found = {}
+        for number, name in enumerate(names):
+            totals, counts = parts[f"{number}/total"][firsts], parts[f"{number}/count"][firsts]
+            count = float(counts.sum())
+            if count and math.isclose(float(totals.sum()) / count, metrics[name].value, rel_tol=1e-5, abs_tol=1e-7):
+                found[name] = list(zip(totals.tolist(), counts.tolist(), strict=True))
+        return found
 
 
 def own_metrics(algorithm: Algorithm, batch: TrainBatch) -> Derived:
     """The algorithm's metrics of one part of a batch."""
     return Derived(metrics=algorithm.evaluation_metrics(batch))
+
+
+def metrics_of_groups(algorithm: Algorithm, names: Sequence[str], batch: TrainBatch) -> Derived:
+    """The algorithm's metrics of each group alone, in order of ``names``: sequence data ``<number>/total`` and
+    ``<number>/count``, [S] float64, at the first sequence of a group and 0 at the others.
+    """
+    totals, counts = torch.zeros(2, len(names), batch.num_sequences, dtype=torch.float64)
+    for indices in units_in_order(batch.group_index.tolist()):
+        metrics = algorithm.evaluation_metrics(batch.select(indices))
+        for number, name in enumerate(names):
+            if name in metrics:
+                totals[number, indices[0]], counts[number, indices[0]] = metrics[name].total, metrics[name].count
+    data = {f"{number}/total": totals[number] for number in range(len(names))}
+    return Derived(sequence_data=data | {f"{number}/count": counts[number] for number in range(len(names))})
 
 
 class Evaluator:
@@ -191,7 +229,7 @@ class Evaluator:
     async def _measured(self, prefix: str, samples: Sequence[Sample]) -> Metrics:
         if self.own_metrics is None:
             return evaluation_metrics(prefix, samples, self.measures)
-        return await self.own_metrics.of(prefix, samples)
+        return await self.own_metrics.of(prefix, samples, self.measures)
 
 
 @dataclass(slots=True, frozen=True)
