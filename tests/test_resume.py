@@ -72,6 +72,20 @@ def test_killed_at_a_defined_moment(
     assert left == [], "nothing unfinished is left"
 
 
+def test_ids_that_tokens_were_sampled_from_survive(recipe: Any, chatlearn: Any, result_of: Any) -> None:
+    """Truncated sampling: trainers renormalise over the kept ids of completions that a killed run had finished."""
+    recipe.content["sampling"] |= {"top_k": 6, "top_p": 0.9}
+    recipe.content["algorithm"]["options"] |= {"truncated_logprobs": True, "importance_correction": "truncate"}
+    recipe.content["train"]["steps"] = 2
+    recipe.write()
+    undisturbed = recipe.file.parent / "undisturbed"
+    assert chatlearn("run", recipe.file, f"output_dir={undisturbed}").code == 0
+    assert chatlearn("run", recipe.file, PROBE="completion:18").code == KILLED
+    resumed = chatlearn("run", recipe.file)
+    assert resumed.code == 0, resumed.output
+    assert result_of(recipe.run_dir) == result_of(undisturbed)
+
+
 def test_killed_again_and_again(recipe: Any, chatlearn: Any, result_of: Any, expected: Any) -> None:
     for moment in ("update:2", "metrics:1", "save:1", "completion:5", "synced:2", "update:3"):
         assert chatlearn("run", recipe.file, PROBE=moment).code == KILLED

@@ -19,6 +19,7 @@ from chatlearn_core.exceptions import BackendTimeoutError
 from chatlearn_core.plugins.records import PluginRecord
 from chatlearn_core.protocols import LossOutput, PlainData
 from chatlearn_core.types import (
+    KEPT_IDS,
     RAW_BASIS,
     Completion,
     RewardResult,
@@ -388,6 +389,29 @@ class ScoresAtTemperatureOne(TransformersGenerator):
     async def generate(self, request, on_tokens=None):
         completion = await super().generate(request, on_tokens)
         return completion if request.forced_ids is None else replace(completion, logprobs=completion.raw_logprobs)
+
+
+class ShiftedKeptIds(TransformersGenerator):
+    """Each token has the ids that the one behind it was sampled from."""
+
+    async def generate(self, request, on_tokens=None):
+        completion = await super().generate(request, on_tokens)
+        if not request.sampling.max_kept_ids:
+            return completion
+        kept = completion.token_data[KEPT_IDS]
+        return replace(completion, token_data={**completion.token_data, KEPT_IDS: kept[[*range(1, len(kept)), -1]]})
+
+
+class MostLikelyIds(TransformersGenerator):
+    """The ids that top-k kept, before top-p: sampling cuts both."""
+
+    async def generate(self, request, on_tokens=None):
+        if not request.sampling.max_kept_ids:
+            return await super().generate(request, on_tokens)
+        uncut = replace(request, id=f"{request.id}-uncut", sampling=replace(request.sampling, top_p=1.0))
+        other = await super().generate(uncut)
+        completion = await super().generate(request, on_tokens)
+        return replace(completion, token_data=other.token_data)
 
 
 class _LoaderMutant(TransformersGenerator):
@@ -901,6 +925,8 @@ MUTANTS = [
         SampledInsteadOfScored="test_given_tokens_are_scored",
         ShiftedScores="test_given_tokens_are_scored",
         ScoresAtTemperatureOne="test_given_tokens_are_scored",
+        ShiftedKeptIds="test_kept_ids_are_what_a_token_was_sampled_from",
+        MostLikelyIds="test_kept_ids_are_what_a_token_was_sampled_from",
         StaleCache="test_an_unfinished_request_lives_through_a_sync_as_declared",
         AcceptedUnknownNames="test_weights_that_were_not_announced_are_refused",
         WrongName="test_new_weights_change_the_output",

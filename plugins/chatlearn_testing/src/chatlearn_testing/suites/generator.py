@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.executor.logprob_bases import DeclaredBases
-from chatlearn_core.plugins.compatibility import bases_of
+from chatlearn_core.plugins.compatibility import bases_of, returns_kept_ids
 from chatlearn_core.plugins.records import Kind
 from chatlearn_core.protocols import Generator
 from chatlearn_core.types import RAW_BASIS
+from chatlearn_core.types.completion import KEPT_IDS
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.fakes.sampling import basis_logprobs
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
@@ -104,6 +106,27 @@ class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, Gener
         assert abs(float(logprobs.mean()) - mean) <= SIGMAS * spread / math.sqrt(NUM_DRAWS) + 1e-6, (
             f"mean logprob {float(logprobs.mean())} of {NUM_DRAWS} draws, the distribution's is {mean}"
         )
+
+    def test_kept_ids_are_what_a_token_was_sampled_from(self, replica: Replica, reference: torch.nn.Module) -> None:
+        """``kept_ids``: with ``max_kept_ids``, ``token_data["kept_ids"]`` has for each token the ids that top-k and
+        top-p kept, -1 after the last.
+
+        Too many ids: the truncation was not applied to what is returned. Ids of another position: rows are shifted.
+        """
+        if not returns_kept_ids(self.record(), self.make_options()):
+            not_applicable("the record does not declare 'kept_ids', so no run asks for them")
+        most = PROCESSED["top_k"] + 2
+        requests = [ask(f"kept-{i}", p, seed=i, max_kept_ids=most, **PROCESSED) for i, p in enumerate(PROMPTS)]
+        for request, completion in zip(requests, replica.ask(*requests), strict=True):
+            assert_completion(reference, request, completion)
+            kept = np.asarray(completion.token_data[KEPT_IDS])
+            assert kept.shape == (len(completion.token_ids), most), request.id
+            logits = plain_logits(reference, request.prompt_ids.tolist(), completion.token_ids.tolist())
+            allowed = torch.isfinite(basis_logprobs(logits, request.sampling.basis))
+            for ids, row in zip(kept.tolist(), allowed, strict=True):
+                found = [token for token in ids if token >= 0]
+                assert ids == found + [-1] * (most - len(found)), "an id stands after a -1"
+                assert sorted(found) == row.nonzero().flatten().tolist()
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
     def test_given_tokens_are_scored(self, replica: Replica, reference: torch.nn.Module, temperature: float) -> None:
