@@ -141,9 +141,9 @@ def _run_jobs(
     A job has ``model`` and ``slices`` (the sequences of each data-parallel rank), and may have ``options``, ``head``,
     ``updates`` (number of them), ``load``, ``save``, ``export`` (directories), ``weights`` (return both streams, before
     and after offloading), ``take`` (``file``, ``boxes``, ``decay``: another trainer's stream, which it follows),
-    ``poison`` (the loss of a micro-batch with this sample is NaN).
+    ``poison`` (the loss of a micro-batch with this sample is NaN), ``loss`` and ``batch`` (an algorithm's, prepared).
     """
-    defaults = dict.fromkeys(("load", "save", "export", "weights", "take", "poison"))
+    defaults = dict.fromkeys(("load", "save", "export", "weights", "take", "poison", "loss", "batch"))
     complete = {name: defaults | {"head": "lm", "updates": 1, "options": {}} | job for name, job in jobs.items()}
     for name, job in complete.items():
         job["world"] = len(job["slices"]) * job["options"].get("ulysses", 1)

@@ -139,9 +139,10 @@ def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
     answer: dict[str, Any] = {"elements_read": read.elements}
     if job["load"]:
         trainer.load(Path(job["load"]))
-    mine = batch.select(job["slices"][trainer.data_parallel_rank])
-    loss = HeadLoss(job["head"], job["poison"])
-    answer["computed"] = trainer.compute(mine, asked(loss))
+    loss = job["loss"] or HeadLoss(job["head"], job["poison"])
+    mine = (job["batch"] or batch).select(job["slices"][trainer.data_parallel_rank])
+    if isinstance(loss, HeadLoss):
+        answer["computed"] = trainer.compute(mine, asked(loss))
     try:
         for _ in range(job["updates"]):
             metrics = trainer.update(mine, loss)
