@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from chatlearn_async import timeline
 from chatlearn_async.admissions import FILE
 from chatlearn_core.exceptions import ConfigError, Interrupted
 from chatlearn_core.plugins.observers import Observer, Observers
@@ -28,6 +29,11 @@ def without(result: dict[str, Any], names: tuple[str, ...] = OWN) -> dict[str, A
 
 def admissions(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+
+
+def timed_lines(name: str, runs: Any) -> list[dict[str, Any]]:
+    """Lines of metrics, with those that depend on time."""
+    return [json.loads(line) for line in (runs.folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
 async def test_without_staleness_a_run_is_sync_bit_for_bit(runs: Any, completed: Any) -> None:
@@ -53,6 +59,18 @@ async def test_steps_train_on_the_samples_of_sync_within_the_bound(runs: Any, co
     cuts = admissions(runs.folder / "async")
     assert [line["step"] for line in cuts] == [1, 2, 3, 4, 5, 6]
     assert any(0 < tokens < 24 for line in cuts for tokens in line["unfinished"].values())
+    drawn = [json.loads(line) for line in (runs.folder / "async" / timeline.FILE).read_text().splitlines()]
+    assert [line["step"] for line in drawn] == [1, 2, 3, 4, 5, 6]
+    waited = [sum(stop - start for start, stop in line["waiting"]) for line in drawn]
+    assert waited == pytest.approx(
+        [line["timing_s/wait_for_rollouts"] for line in timed_lines("async", runs)], abs=0.01
+    )
+    for line in drawn:
+        [(_, updated)], [(began, ended)] = line["updating"], line["syncing"]
+        assert updated == pytest.approx(began, abs=1e-3)
+        assert ended == pytest.approx(line["seconds"], abs=1e-6)
+        assert len(line["generators"]["generator"]) == 2, "replicas"
+    assert drawn[0]["generators"]["generator"][0], "a replica sampled"
 
 
 @pytest.mark.parametrize("how", ["abort", "pause", "wait"])

@@ -147,6 +147,34 @@ def write_run(path: Path, steps: int = 6, prompts: int = 3) -> Path:
     return path
 
 
+def made_timeline_line(step: int, seconds: float = 4.0, replicas: int = 2) -> dict[str, Any]:
+    """A line of ``timeline.jsonl``: replica 0 samples for 4 s, each other one for 2 s."""
+    sampling = [[[0.0, 4.0]], *[[[0.0, 1.0], [2.0, 3.0]]] * (replicas - 1)]
+    return {
+        "step": step,
+        "time": 1.7e9 + 4 * step,
+        "seconds": seconds,
+        "waiting": [[0.0, 1.0]],
+        "updating": [[1.0, 3.0]],
+        "syncing": [[3.5, 4.0]],
+        "generators": {"generator": sampling},
+    }
+
+
+@pytest.fixture
+def timeline_line() -> Callable[..., dict[str, Any]]:
+    return made_timeline_line
+
+
+@pytest.fixture
+def async_run_dir(run_dir: Path) -> Path:
+    """A run whose rollouts were made ahead."""
+    write_lines(run_dir / "timeline.jsonl", [made_timeline_line(step) for step in range(1, 7)])
+    ages = {"rollout/staleness/0": 0.25, "rollout/staleness/1": 0.75}
+    write_lines(run_dir / "metrics.jsonl", [metrics_line(step) | ages for step in range(1, 7)])
+    return run_dir
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run")

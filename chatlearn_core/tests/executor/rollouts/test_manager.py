@@ -186,6 +186,8 @@ async def test_each_generator_role_has_a_manager_of_its_own(requests: Any, held_
     fleets = {"one": held_fleet(1), "two": held_fleet(1)}
     runtime = SimpleNamespace(generator=fleets.__getitem__)
     rollouts = Rollouts(runtime, RolloutConfig())  # type: ignore[arg-type]  # the part that is used
+    heard: list[tuple[str, int, int]] = []
+    rollouts.on_open = lambda *facts: heard.append(facts)
     rollouts.begin()
     request = requests.make("r")
     request = RolloutRequest("r", ExampleDraw(Prompt("p", request.prompt_ids, "?"), 0, "r"), request)
@@ -194,6 +196,7 @@ async def test_each_generator_role_has_a_manager_of_its_own(requests: Any, held_
     assert (await task).request_id == "r"
     assert fleets["one"].started == []
     assert rollouts.of("two") is rollouts.of("two")
+    assert heard == [("two", 0, 1), ("two", 0, 0)], "role, replica and open requests"
     assert rollouts.metrics() == {}
 
 

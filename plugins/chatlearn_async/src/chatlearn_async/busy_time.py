@@ -17,22 +17,38 @@ class BusyTime:
         self._open = 0
         self._since = 0.0
         self._busy_s = 0.0
+        self._is_paused = False
 
     def begin(self) -> None:
         """An activity begins."""
-        if not self._open:
+        if not self._runs:
             self._since = self._clock()
         self._open += 1
 
     def end(self) -> None:
         """An activity ends."""
+        was_running = self._runs
         self._open -= 1
-        if not self._open:
+        if was_running and not self._open:
             self._busy_s += self._clock() - self._since
+
+    def pause(self) -> None:
+        """Nothing runs until ``go_on``, although activities are open."""
+        if self._runs:
+            self._busy_s += self._clock() - self._since
+        self._is_paused = True
+
+    def go_on(self) -> None:
+        """Open activities run again."""
+        self._since, self._is_paused = self._clock(), False
 
     def take(self) -> float:
         """Busy seconds since the last call."""
         now = self._clock()
-        busy = self._busy_s + (now - self._since if self._open else 0.0)
+        busy = self._busy_s + (now - self._since if self._runs else 0.0)
         self._busy_s, self._since = 0.0, now
         return busy
+
+    @property
+    def _runs(self) -> bool:
+        return self._open > 0 and not self._is_paused

@@ -186,6 +186,7 @@ class InterruptibleCompletions:
             self._is_paused = True
             for role in sorted(self.roles):
                 await self.rollouts.runtime.generator(role).pause()
+            self.busy.pause()
 
     async def resume(self) -> None:
         """Go on after ``interrupt``: every replica serves the new weights."""
@@ -193,6 +194,7 @@ class InterruptibleCompletions:
             self._is_paused = False
             for role in sorted(self.roles):
                 await self.rollouts.runtime.generator(role).resume()
+            self.busy.go_on()
         self._open.set()
         resumed, self._resumed = self._resumed, asyncio.Event()
         resumed.set()

@@ -13,6 +13,7 @@ from chatlearn_async.admissions import AdmissionLog, Replay
 from chatlearn_async.interruption import InterruptibleCompletions
 from chatlearn_async.options import AsyncOptions, DuringSync, OneStepOffOptions
 from chatlearn_async.plan import during_sync, makes_samples_in_one_call
+from chatlearn_async.timeline import FILE, Timeline
 from chatlearn_async.wave import Wave
 from chatlearn_core.config.models import TrainConfig
 from chatlearn_core.data import ExampleKind
@@ -54,6 +55,7 @@ class AsyncRolloutProducer(RolloutProducer):
         train: the section of the configuration.
         max_staleness: η.
         serving: the generators that serve the policy's weights.
+        timeline: records when trainer and replicas worked; None: nothing does.
         clock: returns seconds.
     """
 
@@ -73,6 +75,7 @@ class AsyncRolloutProducer(RolloutProducer):
         decisions: Decisions | None = None,
         rollouts: Rollouts | None = None,
         kind: ExampleKind | None = None,
+        timeline: Timeline | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
@@ -83,6 +86,9 @@ class AsyncRolloutProducer(RolloutProducer):
         self.train = train
         self.max_staleness = max_staleness
         self.serving = serving
+        self.timeline = Timeline(None, clock) if timeline is None else timeline
+        if rollouts is not None:
+            rollouts.on_open = self.timeline.opened
         self._clock = clock
         self._waves: deque[Wave] = deque()
         """Waves in flight, first drawn first."""
@@ -110,6 +116,7 @@ class AsyncRolloutProducer(RolloutProducer):
         with timers.measure("wait_for_rollouts"):
             while len(self._finished) < missing:
                 await self._finish_first(timers)
+        self.timeline.waited(began)
         groups = [self._finished.popleft() for _ in range(missing)]
         metrics = self._shares(self._clock() - began)
         groups, stale = self._without_stale(groups)
@@ -120,10 +127,13 @@ class AsyncRolloutProducer(RolloutProducer):
 
     async def before_sync(self) -> None:
         """Let no completion be sampled by two versions unnoticed, and note what is in flight for a checkpoint."""
+        self.timeline.updates_end()
         if self.source.how == "wait":
             began = self._clock()
             await self._wait(lambda: all(wave.is_done for wave in self._waves))
             self._drained_s += self._clock() - began
+            self.timeline.waited(began)
+        self.timeline.sync_begins(pauses=self.source.how == "pause")
         await self.source.interrupt([name for wave in self._waves if not wave.is_done for name in wave.open_ids])
         self.pending = await self._snapshot()
 
@@ -131,6 +141,7 @@ class AsyncRolloutProducer(RolloutProducer):
         """Every replica serves the new weights: go on, after a start with the rollouts of the checkpoint."""
         if self._is_restored:
             self._is_restored = False
+            self.timeline.restart()
             self.source.step = self.state.step + 1
             size = self.train.prompts_per_step
             for start in range(0, len(self.pending), size):
@@ -138,6 +149,7 @@ class AsyncRolloutProducer(RolloutProducer):
                     self.source.restore(group)
                 self._begin(Wave([_unfilled(group) for group in self.pending[start : start + size]]))
         else:
+            self.timeline.sync_ends(self._step)
             self.source.step = self._step + 1
         await self.source.resume()
 
@@ -326,4 +338,5 @@ def _producer(context: RolloutModeContext, how: DuringSync, replay: Replay | Non
         decisions=context.decisions,
         rollouts=parts.rollouts,
         kind=assembly.kind,
+        timeline=Timeline(assembly.plan.run_dir / FILE),
     )

@@ -139,6 +139,20 @@ def test_a_bar_is_read_with_the_keyboard(report: Path, chromium: Browse) -> None
     assert "reward 250.0 ms (meanwhile)" in seen
 
 
+def test_the_time_line_is_drawn_and_read_with_the_keyboard(
+    async_run_dir: Path, characters: None, chromium: Browse
+) -> None:
+    report = write_report(async_run_dir).path
+    script = press("#timeline-chart svg", "ArrowRight", "ArrowRight") + (
+        "const count = (kind) => page.querySelectorAll('#timeline-chart rect.' + kind).length;"
+        "return [page.querySelector('#timeline-chart .time-readout').textContent, count('updating'), count('sampling'),"
+        " count('sync-band'), page.querySelectorAll('#staleness-chart rect').length].join(' | ')"
+    )
+    text = "step 2: 4.00 s; trainer: updates 2.00 s, waiting 1.00 s, weight sync 500.0 ms; replicas sampled 75% of the "
+    # Six steps: an interval of updates and a sync each, one and two of the two replicas.
+    assert act(report, chromium, script) == text + "time (50% to 100%) | 6 | 18 | 6 | 2"
+
+
 def test_a_token_is_read_with_the_keyboard(report: Path, chromium: Browse) -> None:
     script = press(".tokens", "ArrowRight", "ArrowRight")
     script += "return page.querySelector('.token-readout').textContent"

@@ -72,3 +72,17 @@ def test_an_update_without_parts_stays_whole() -> None:
 def test_nothing_timed() -> None:
     assert step_times([]) is None
     assert step_times([{"step": 1, "timing_s/step": "nan"}]) is None
+
+
+def test_rollouts_that_are_made_ahead_are_not_part_of_a_step() -> None:
+    times = step_times([line(1, step=5, generate=9, reward=2, wait_for_rollouts=1, update=3)])
+    assert times is not None
+    parts = {part.name: (part.place, part.seconds) for part in times.parts}
+    assert parts == {
+        "wait_for_rollouts": ("stacked", [1]),
+        "update": ("stacked", [3]),
+        "rest": ("stacked", [1]),
+        "generate": ("ahead", [9]),
+        "reward": ("ahead", [2]),
+    }
+    assert times.overlap_s == [0]

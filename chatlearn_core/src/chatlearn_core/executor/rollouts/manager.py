@@ -47,6 +47,7 @@ class RolloutManager:
         clock: returns seconds, for the idle fraction of replicas.
         origin: plugin and role of the completions, used in checking them.
         count_tokens: called with the number of newly sampled tokens; None: tokens are not counted.
+        on_open: called with a replica and its number of open requests, whenever that changes.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class RolloutManager:
         *,
         origin: Origin | None = None,
         count_tokens: Callable[[int], None] | None = None,
+        on_open: Callable[[int, int], None] | None = None,
     ) -> None:
         self.config = config
+        self._on_open = on_open
         self._on_tokens: OnTokens | None = None
         if count_tokens is not None:
             self._on_tokens = lambda start, token_ids: count_tokens(len(token_ids))
@@ -174,6 +177,8 @@ class RolloutManager:
                 continue
             self._num_open[replica] += 1
             self._occupancy.opened(replica)
+            if self._on_open is not None:
+                self._on_open(replica, self._num_open[replica])
             entry.turn.set_result(None)
 
     def _has_place(self, replica: int) -> bool:
@@ -184,6 +189,8 @@ class RolloutManager:
         replica = entry.replica
         self._num_open[replica] -= 1
         self._occupancy.closed(replica)
+        if self._on_open is not None:
+            self._on_open(replica, self._num_open[replica])
         self._routing.done(entry.request, replica)
         self._follow_fleet()
         if not self._queues[replica] and self.config.work_stealing and replica in self._accepting:
@@ -288,6 +295,8 @@ class Rollouts:
         self._roles = roles or {}
         self._count_tokens = count_tokens
         self._managers: dict[str, RolloutManager] = {}
+        self.on_open: Callable[[str, int, int], None] | None = None
+        """Called with a role, a replica and its number of open requests, whenever that changes."""
         runtime.ask_generator = self.ask
 
     def of(self, role: str) -> RolloutManager:
@@ -300,8 +309,13 @@ class Rollouts:
                 self.config,
                 origin=origin_of(self._roles, role, "generator"),
                 count_tokens=self._count_tokens if streams else None,
+                on_open=lambda replica, num_open: self._opened(role, replica, num_open),
             )
         return self._managers[role]
+
+    def _opened(self, role: str, replica: int, num_open: int) -> None:
+        if self.on_open is not None:
+            self.on_open(role, replica, num_open)
 
     def begin(self) -> None:
         """See ``scheduler.GeneratorFront``."""

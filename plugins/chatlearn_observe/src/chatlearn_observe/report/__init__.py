@@ -1,7 +1,7 @@
 """``chatlearn report``: one self-contained HTML file about a run.
 
-``run_files`` reads the run directory; ``curves``, ``step_time``, ``rollouts`` and ``overview`` convert it for display;
-``page`` inserts the result into the files of ``assets/``.
+``run_files`` reads the run directory; ``curves``, ``step_time``, ``timeline``, ``rollouts`` and ``overview`` convert
+it for display; ``page`` inserts the result into the files of ``assets/``.
 """
 
 from __future__ import annotations

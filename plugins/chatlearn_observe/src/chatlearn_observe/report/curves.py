@@ -60,7 +60,9 @@ CHARTS = (
     Chart("Throughput", ("perf/throughput",), "Trained tokens per second"),
     Chart("Excluded samples", ("samples/excluded",), "Samples excluded from training, with a reason"),
     Chart("Groups without spread", ("zero_spread_groups",), "Share of groups whose rewards are all equal"),
-    Chart("Staleness", ("staleness/mean", "staleness"), "Policy versions between sampling and training"),
+    Chart("Staleness", ("rollout/staleness_mean",), "Policy versions between sampling and training, mean over tokens"),
+    Chart("Trainer waits", ("perf/updater_idle",), "Fraction of the time in which the trainer waited for rollouts"),
+    Chart("Generators idle", ("perf/generator_idle",), "Fraction of the time without an open request"),
 )
 
 _AFTER_ACCURACY = 2

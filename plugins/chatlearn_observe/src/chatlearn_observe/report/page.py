@@ -20,7 +20,17 @@ from chatlearn_observe import __version__
 from chatlearn_observe.report.overview import duration, short_duration
 
 _ASSETS = files("chatlearn_observe.report") / "assets"
-_SCRIPTS = ("dom.js", "state.js", "chart.js", "curves.js", "step_time.js", "tokens.js", "rollouts.js", "main.js")
+_SCRIPTS = (
+    "dom.js",
+    "state.js",
+    "chart.js",
+    "curves.js",
+    "step_time.js",
+    "timeline.js",
+    "tokens.js",
+    "rollouts.js",
+    "main.js",
+)
 """Scripts in order of dependence; they are joined in one function and share no globals."""
 
 

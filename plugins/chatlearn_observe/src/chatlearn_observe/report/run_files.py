@@ -37,6 +37,8 @@ class RunFiles:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     """One record per step, in order of steps; NaN and infinity are text."""
     events: list[dict[str, Any]] = field(default_factory=list)
+    timeline: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of ``timeline.jsonl``, which chatlearn-async writes."""
     summary: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
@@ -66,6 +68,7 @@ def read_run(path: Path) -> RunFiles:
             files.notes.append(f"metrics.jsonl: a line without a whole number under 'step' is left out: {record!r:.80}")
     files.metrics = [by_step[step] for step in sorted(by_step)]
     files.events = list(read_lines(path / "events.jsonl", files.notes))
+    files.timeline = list(read_lines(path / "timeline.jsonl", files.notes))
     files.summary = _mapping(path / "summary.json", _parse_json, files.notes)
     files.config = _mapping(path / "config.yaml", yaml.safe_load, files.notes)
     files.config_text = _text(path / "config.yaml", files.notes)

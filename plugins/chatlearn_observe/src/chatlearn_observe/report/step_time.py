@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Place = Literal["stacked", "overlaps", "after"]
-"""``stacked``: an interval of the step; ``overlaps``: runs during others; ``after``: outside the timed step."""
+Place = Literal["stacked", "overlaps", "ahead", "after"]
+"""``stacked``: an interval of the step; ``overlaps``: runs during others; ``ahead``: began in earlier steps and ran
+during others; ``after``: outside the timed step.
+"""
 
 _PREFIX = "timing_s/"
 _UPDATE_PARTS = ("forward", "backward", "optimizer")
-_FIRST = ("generate",)
+_WAIT = "wait_for_rollouts"
+"""The timer of rollouts that are made ahead: the time that a step waits for them."""
+_FIRST = ("generate", _WAIT)
 _LAST = ("advantages", *(f"update: {part}" for part in _UPDATE_PARTS), "update: rest", "sync")
 REST = "rest"
 
@@ -48,7 +52,8 @@ def step_times(metrics: Sequence[Mapping[str, Any]]) -> StepTimes | None:
     """Return the times of the steps, in stacking order; None if no step was timed.
 
     ``update`` is split into forward, backward, optimizer and the rest. ``reward`` runs during generation, so it is not
-    stacked. ``eval`` is outside ``step``. Time without a timer is ``rest``.
+    stacked. Rollouts made ahead are not stacked either; ``wait_for_rollouts`` is how long the step waited for them.
+    ``eval`` is outside ``step``. Time without a timer is ``rest``.
     """
     timed = [record for record in metrics if _seconds(record, "step") > 0]
     if not timed:
@@ -63,27 +68,32 @@ def step_times(metrics: Sequence[Mapping[str, Any]]) -> StepTimes | None:
         columns["update: rest" if split else "update"] = [
             max(0.0, seconds - sum(column[i] for column in split.values())) for i, seconds in enumerate(whole)
         ]
-    stacked = _in_order([name for name in columns if _place(name) == "stacked"])
+    places = {name: _place(name, ahead=_WAIT in columns) for name in columns}
+    stacked = _in_order([name for name, place in places.items() if place == "stacked"])
     sums = [sum(columns[name][i] for name in stacked) for i in range(len(timed))]
     columns[REST] = [max(0.0, wall - total) for wall, total in zip(step_s, sums, strict=True)]
     order = [*stacked, REST, *sorted(name for name in columns if name not in {*stacked, REST})]
     return StepTimes(
         steps=[record["step"] for record in timed],
         step_s=step_s,
-        parts=[_part(name, columns[name], sum(step_s)) for name in order],
+        parts=[_part(name, places.get(name, "stacked"), columns[name], sum(step_s)) for name in order],
         overlap_s=[max(0.0, total - wall) for wall, total in zip(step_s, sums, strict=True)],
     )
 
 
-def _place(name: str) -> Place:
-    return {"reward": "overlaps", "eval": "after"}.get(name, "stacked")  # type: ignore[return-value]  # Literal values
+def _place(name: str, *, ahead: bool) -> Place:
+    if name == "eval":
+        return "after"
+    if ahead and name in ("generate", "reward"):
+        return "ahead"
+    return "overlaps" if name == "reward" else "stacked"
 
 
-def _part(name: str, seconds: list[float], total_step_s: float) -> StepTimePart:
+def _part(name: str, place: Place, seconds: list[float], total_step_s: float) -> StepTimePart:
     ran = [value for value in seconds if value > 0]
     return StepTimePart(
         name=name,
-        place=_place(name),
+        place=place,
         seconds=seconds,
         median_s=statistics.median(ran) if ran else 0.0,
         total_s=sum(seconds),

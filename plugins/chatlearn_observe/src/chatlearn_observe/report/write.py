@@ -13,6 +13,7 @@ from chatlearn_observe.report.page import render_page
 from chatlearn_observe.report.rollouts import RolloutData, collect_rollouts
 from chatlearn_observe.report.run_files import RunFiles, read_run
 from chatlearn_observe.report.step_time import StepTimes, step_times
+from chatlearn_observe.report.timeline import shown_timeline, staleness_of
 from chatlearn_observe.report.tokens import find_decoder
 
 DEFAULT_MAX_ROLLOUTS = 1000
@@ -75,11 +76,14 @@ def build_report(files: RunFiles, settings: ReportSettings) -> tuple[str, Rollou
     rollouts = collect_rollouts(files.rollout_files, settings.max_rollouts, decode, files.notes)
     columns = metric_columns(files.metrics)
     times = step_times(files.metrics)
+    timeline, staleness = shown_timeline(files.timeline, files.notes), staleness_of(files.metrics)
     data = {
         "steps": [record["step"] for record in files.metrics],
         "metrics": columns,
         "charts": charts_of(columns),
         "times": _times_data(times),
+        "timeline": None if timeline is None else {"lines": timeline.lines, "lanes": timeline.lanes},
+        "staleness": None if staleness is None else {"ages": staleness.ages, "shares": staleness.shares},
         "rollouts": {"groups": rollouts.groups, "samples": rollouts.samples, "pieces": rollouts.pieces},
     }
     page = render_page(
@@ -87,6 +91,8 @@ def build_report(files: RunFiles, settings: ReportSettings) -> tuple[str, Rollou
         overview=overview_of(files),
         events=shown_events(files),
         times=times,
+        timeline=timeline,
+        staleness=staleness,
         left_out=rollouts.left_out,
         num_rollouts=len(rollouts.samples),
         token_origin=origin if decode is not None else None,

@@ -13,6 +13,8 @@ const data = JSON.parse(byId("run-data").textContent);
 readAddress();
 setUpCurves(data);
 setUpStepTime(data.times);
+setUpTimeline(data.timeline);
+setUpStaleness(data.staleness);
 setUpRollouts(data.rollouts);
 addEventListener("hashchange", onAddressChange);
 if (section && byId(section)) byId(section).scrollIntoView();

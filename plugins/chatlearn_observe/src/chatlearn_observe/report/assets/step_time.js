@@ -43,7 +43,8 @@ function setUpStepTime(times) {
 
   function draw() {
     const width = Math.max(260, place.clientWidth - 34);
-    const height = (i, bar) => (times.parts[i].place === "after" && !withEvaluation.checked ? 0 : bar.seconds[i]);
+    const hidden = (place) => place === "ahead" || (place === "after" && !withEvaluation.checked);
+    const height = (i, bar) => (hidden(times.parts[i].place) ? 0 : bar.seconds[i]);
     const sum = (bar) => times.parts.reduce((total, part, i) => (part.place === "overlaps" ? total : total + height(i, bar)), 0);
     const top = Math.max(...bars.map((bar) => Math.max(sum(bar), bar.wall))) * 1.04 || 1;
     const y = (value) => TIME_HEIGHT - MARGIN.bottom - (value / top) * (TIME_HEIGHT - MARGIN.top - MARGIN.bottom);
@@ -91,7 +92,7 @@ function setUpStepTime(times) {
 
   function describe(bar) {
     const named = times.parts.map((part, i) => [part, bar.seconds[i]]).filter(([, seconds]) => seconds > 0);
-    const text = named.map(([part, seconds]) => `${part.name} ${showSeconds(seconds)}${part.place === "overlaps" ? " (meanwhile)" : ""}`);
+    const text = named.map(([part, seconds]) => `${part.name} ${showSeconds(seconds)}${{ overlaps: " (meanwhile)", ahead: " (ahead)" }[part.place] || ""}`);
     const overlap = bar.overlap > 0.001 * bar.wall ? `; parts ran at the same time for ${showSeconds(bar.overlap)}` : "";
     return `${bar.name}: ${showSeconds(bar.wall)} = ${text.join(", ")}${overlap}`;
   }
