@@ -4,7 +4,9 @@ The producers, the rollout manager and the flow scheduler are those of a run; re
 clock of their own, with stated costs (``costs``), so that the figures do not depend on this machine. Trainer and
 replicas have devices of their own in every mode; the trainer grows with the fleet. Aim: with 64 replicas and
 completions whose longest are ten times the median, `async` trains on at least twice as many samples a second as `sync`,
-and the trainer, which is the slower side, waits at most 2 % of the time. Prints one JSON line last.
+and the trainer, which is the slower side, waits at most 2 % of the time. Then whole runs with two CPU replicas of the
+generator `transformers` and the trainer `fsdp`, on this machine's clock: no aim, since both sides share its cores.
+Prints one JSON line last.
 
     python benchmarks/async_training.py [--replicas 8 64 512] [--steps 10] [--quick]
 """
@@ -17,15 +19,20 @@ import heapq
 import itertools
 import json
 import statistics
+import tempfile
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from machine import machine_facts
+import yaml
+from grpo_steps import configuration
+from machine import installed_version, machine_facts
 from simulated_fleet import completion, context_length, run_simulated
+from workload import Workload
 
 from chatlearn_async.interruption import InterruptibleCompletions
 from chatlearn_async.producer import AsyncRolloutProducer
@@ -343,12 +350,88 @@ async def simulate(mode: str, num_replicas: int, work: Work, costs: Costs, num_s
     }
 
 
+REAL_MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "one_step_off": {"mode": "one_step_off"},
+    "async 2": {"mode": "async", "max_staleness": 2},
+}
+"""Section ``rollout`` of the real runs."""
+
+
+def real(directory: Path, mode: str, num_steps: int, quick: bool) -> dict[str, float]:
+    """GRPO steps with two replicas of the real generator, after as many as a completion may last.
+
+    Completions end by chance, at tokens that keyed random numbers draw; with a learning rate next to nothing, the
+    lengths are the same in every mode.
+    """
+    from chatlearn_core.config.load import load_config
+    from chatlearn_core.executor.assembly import assemble
+    from chatlearn_core.executor.progress import RunListener
+    from chatlearn_core.executor.run import Run
+    from chatlearn_core.plugins.loader import discover_plugins
+
+    lines: list[Mapping[str, float]] = []
+    lengths: list[int] = []
+
+    class Recorder(RunListener):
+        def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+            lines.append(metrics)
+
+    prompts, group_size, longest = (2, 2, 24) if quick else (8, 4, 256)
+    warm_up = 3
+    workload = Workload(mode, hidden=32 if quick else 96, layers=2, prompts=prompts, group_size=group_size)
+    folder = directory / mode.replace(" ", "_")
+    folder.mkdir()
+    made = workload.prepare(folder, num_steps + warm_up + 3)
+    settings = made.settings() | {
+        "recompute_old_logprobs": True,
+        "samples": 64,
+        "completion_tokens": longest,
+        "learning_rate": 1e-9,
+    }
+    content = configuration(str(made.model), str(made.data), str(folder / "run"), settings)
+    content["algorithm"]["options"]["importance_correction"] = "truncate"
+    content["roles"]["generator"]["replicas"] = 2
+    content["sampling"]["stop"] = ["z", "7"]  # in some tokens: completions end by chance
+    content["train"] = {"steps": num_steps + warm_up + 2, "prompts_per_step": prompts}  # the last two draw less ahead
+    content["rollout"] = REAL_MODES[mode]
+    content["log"]["rollouts"] = prompts * group_size
+    registry = discover_plugins()
+    assembly = assemble(load_config(yaml.safe_dump(content), [], registry), registry)
+    asyncio.run(Run(assembly, listener=Recorder()).train("never"))
+    steps = lines[warm_up : warm_up + num_steps]
+    for step in range(warm_up + 1, warm_up + num_steps + 1):
+        rows = (folder / "run" / "rollouts" / f"step_{step:06d}.jsonl").read_text(encoding="utf-8").splitlines()
+        lengths += [len(json.loads(row)["token_ids"]) for row in rows]
+    seconds = sum(line["timing_s/step"] for line in steps)
+    generating = sum(line["timing_s/generate"] for line in steps) / seconds  # of sync: one side waits for the other
+    return {
+        "samples_a_s": round(sum(line["samples/total"] for line in steps) / seconds, 3),
+        "step_s": round(seconds / num_steps, 3),
+        "trainer_idle": round(
+            statistics.mean(line.get("perf/updater_idle", generating) for line in steps),
+            4,
+        ),
+        "generator_idle": round(
+            statistics.mean(line.get("perf/generator_idle", 1.0 - generating) for line in steps), 4
+        ),
+        "dropped_stale": max(line.get("rollout/dropped_stale", 0.0) for line in steps),
+        "staleness_mean": round(statistics.mean(line.get("rollout/staleness_mean", 0.0) for line in steps), 3),
+        "tokens_mean": round(statistics.mean(lengths), 2),
+        "longest_over_median": round(max(lengths) / statistics.median(lengths), 2),
+    }
+
+
 def main() -> None:
+    import torch
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--steps", type=int, default=10, help="steps measured")
     parser.add_argument("--quick", action="store_true", help="next to nothing: checks that this program works")
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     costs = Costs()
     work = Work(prompts_a_replica=2, group_size=2, slots=4, median_tokens=50) if arguments.quick else Work()
     sizes, num_steps = ([2], 2) if arguments.quick else (arguments.replicas, arguments.steps)
@@ -358,11 +441,15 @@ def main() -> None:
         results[str(size)] = found
         for mode, result in found.items():
             print(f"{size:>4} {mode:<18}" + "  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        measured = {mode: real(Path(directory), mode, num_steps, arguments.quick) for mode in REAL_MODES}
+    for mode, result in measured.items():
+        print(f"real {mode:<18}" + "  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
     judged = results.get("64", results[str(sizes[0])])
     gains = {mode: round(one["samples_a_s"] / judged["sync"]["samples_a_s"], 2) for mode, one in judged.items()}
     best = max((mode for mode in MODES if mode.startswith("async")), key=lambda mode: gains[mode])
     idle = judged[best]["trainer_idle"]
-    dropped = max(one["dropped_stale"] for found in results.values() for one in found.values())
+    dropped = max(one["dropped_stale"] for found in (*results.values(), measured) for one in found.values())
     print(
         json.dumps(
             {
@@ -374,10 +461,13 @@ def main() -> None:
                 "aim": "at least 2 with 64 replicas; the slower side, the trainer, idle at most 2 %; nothing dropped",
                 "met": gains[best] >= 2.0 and idle <= 0.02 and dropped == 0.0,
                 "simulated": results,
+                "real": measured,
                 "work": asdict(work),
                 "costs": asdict(costs),
                 "steps": num_steps,
+                "threads": arguments.threads,
                 "quick": arguments.quick,
+                "transformers": installed_version("transformers"),
                 "machine": machine_facts(),
             }
         )

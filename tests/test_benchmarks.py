@@ -161,12 +161,17 @@ def test_driver_scaling() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.engine
 def test_async_training() -> None:
-    [results] = run_benchmark("async_training", "--quick")["simulated"].values()
+    result = run_benchmark("async_training", "--quick")
+    [results] = result["simulated"].values()
     assert results["sync"]["staleness_mean"] == 0.0
     assert results["one_step_off"]["staleness_mean"] == 1.0
     assert 1.0 < results["async 2"]["staleness_mean"] <= 2.0
-    for measured in results.values():
+    real = result["real"]
+    assert [real[mode]["staleness_mean"] for mode in ("sync", "one_step_off")] == [0.0, 1.0]
+    assert real["async 2"]["tokens_mean"] == real["sync"]["tokens_mean"], "the same lengths"
+    for measured in (*results.values(), *real.values()):
         assert measured["samples_a_s"] > 0.0
         assert measured["dropped_stale"] == 0.0
         assert 0.0 <= measured["trainer_idle"] <= 1.0
