@@ -27,12 +27,12 @@ import numpy as np
 from machine import machine_facts
 
 from chatlearn_chat import ChatTemplateRenderer
+from chatlearn_chat.turn_reader import TurnReader
 from chatlearn_core.protocols import RolloutContext, RolloutOrder
 from chatlearn_core.types import Completion, GenerateRequest, Prompt, SamplingParams, VersionSpan
 from chatlearn_gateway.chat import ChatRequest
 from chatlearn_gateway.server import Gateway
 from chatlearn_gateway.session import Session
-from chatlearn_gateway.turn_reader import TurnReader
 from chatlearn_hf.tiny import build_tiny_tokenizer
 
 AIM_S = 0.005

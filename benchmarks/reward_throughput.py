@@ -26,7 +26,7 @@ from chatlearn_rewards.code_options import CodeOptions
 from chatlearn_rewards.code_reward import CodeReward
 from chatlearn_rewards.math_reward import MathReward
 from chatlearn_rewards.options import MathOptions
-from chatlearn_rewards.sandbox import Isolation, Limits, Sandbox, run
+from chatlearn_sandbox.sandbox import Isolation, Limits, Sandbox, run
 
 PROGRAM = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 AIM_S = 0.25

@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from chatlearn_core.config.load import load_config
 from chatlearn_core.executor.assembly import assemble, assemble_flow
 from chatlearn_core.executor.run import Run
 from chatlearn_core.plugins.loader import discover_plugins
-from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GSM8K_ROW = {"question": "Tom has 3 apples and buys 4. How many has he?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}
@@ -95,3 +96,93 @@ async def test_grpo_on_real_data(
     differences = [line["mismatch/logprob_diff_max"] for line in lines if "mismatch/logprob_diff_max" in line]
     assert len(differences) == 2
     assert max(differences) < 1e-4, "the generator holds the trainer's weights, in float32"
+
+
+TOOLS_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% for call in message.tool_calls or [] %}{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOL_CALLS = [
+    '<tool_call>{"name": "calculator", "arguments": {"expression": "2 * 21"}}</tool_call>',
+    '<tool_call>{"name": "python", "arguments": {"code": "6 * 7"}}</tool_call>',
+    '<tool_call>{"name": "python", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "browser", "arguments": {}}</tool_call>',
+]
+
+
+def model_that_calls_tools(directory: Path) -> Path:
+    """A random model with a token for each of some tool calls, which it samples often, as it does the end of a turn."""
+    tokenizer = build_tiny_tokenizer(extra_tokens=TOOL_CALLS)
+    tokenizer.chat_template = TOOLS_TEMPLATE
+    model = build_tiny_model(directory, "qwen3", hidden=64, max_length=4096, tie=False, tokenizer=tokenizer)
+    weights = load_file(model / "model.safetensors")
+    # The first dimension of the hidden state is large for every token, and counts only for the wanted ones.
+    weights["model.embed_tokens.weight"][:, 0] = 10.0
+    weights["lm_head.weight"][:, 0] = 0.0
+    wanted = [*tokenizer.convert_tokens_to_ids(TOOL_CALLS), tokenizer.eos_token_id]
+    weights["lm_head.weight"][wanted, 0] = 1.0
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+async def test_gsm8k_with_tools(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHATLEARN_DATA", str(data))
+    registry = discover_plugins()
+    settings = [
+        f"model.path={model_that_calls_tools(tmp_path / 'model')}",
+        f"output_dir={tmp_path}/run",
+        "train.steps=2",
+        "train.prompts_per_step=2",
+        "algorithm.options.group_size=4",
+        "~data.eval.0",
+        "data.max_prompt_tokens=1000",
+        "sampling.max_tokens=16",
+        "roles.tools.max_turns=3",
+        "roles.trainer.options.num_threads=1",
+    ]
+    summary = await Run(assemble(load_config(EXAMPLES / "gsm8k_tools.yaml", settings, registry), registry)).train()
+    assert summary["status"] == "completed"
+    assert summary["totals"]["samples/trained"] == summary["totals"]["samples/total"] == 2 * 2 * 4
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        # The trainer's forward over whole conversations against what the generator said in each turn.
+        assert line["mismatch/logprob_diff_max"] < 1e-4
+        assert line["environment/tool_calls"] > 0
+        assert line["environment/turns"] > 1
+        assert line["environment/tool_errors"] == line["environment/tool_timeouts"] == 0
+    assert sum(line["environment/unknown_tools"] + line["environment/bad_arguments"] for line in lines) > 0
+    rows = (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text()
+    assert "browser" in rows
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+async def test_arithmetic_with_correction(tmp_path: Path) -> None:
+    rows = [{"prompt": f"what is {n} plus {n}?", "answer": str(2 * n)} for n in range(4)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    registry = discover_plugins()
+    settings = [
+        f"model.path={build_tiny_model(tmp_path / 'model')}",
+        f"output_dir={tmp_path}/run",
+        f"data.train.0.path={tmp_path}/sums.jsonl",
+        f"data.eval.0.path={tmp_path}/sums.jsonl",
+        "train.steps=2",
+        "train.prompts_per_step=2",
+        "algorithm.options.group_size=4",
+        "sampling.max_tokens=4",
+    ]
+    loaded = load_config(EXAMPLES / "arithmetic_correction.yaml", settings, registry)
+    summary = await Run(assemble(loaded, registry)).train()
+    assert summary["status"] == "completed"
+    assert summary["totals"]["samples/trained"] + summary["totals"]["samples/excluded"] == 16
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "environment/turns" in line]
+    assert len(steps) == 2
+    assert all(1 < line["environment/turns"] <= 3 for line in steps)
+    differences = [line["mismatch/logprob_diff_max"] for line in lines if "mismatch/logprob_diff_max" in line]
+    assert max(differences) < 1e-4

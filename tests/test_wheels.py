@@ -42,6 +42,7 @@ LIBRARIES = {
     "chatlearn-hosting",
     "chatlearn-losses",
     "chatlearn-runtime-kit",
+    "chatlearn-sandbox",
     "chatlearn-trainer-kit",
     "chatlearn-workers",
 }

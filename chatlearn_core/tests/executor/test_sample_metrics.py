@@ -45,3 +45,12 @@ def test_lengths_and_exclusions_are_counted() -> None:
         "response_length/min": 2,
         "response_length/clip_ratio": 0.2,
     }
+
+
+def test_what_environments_count_is_a_mean_over_samples() -> None:
+    samples = [finished("a", 4), finished("b", 4), finished("c", 4, exclusion="environment failed: it raised")]
+    for sample, calls in zip(samples, (1.0, 4.0), strict=False):
+        sample.sequence_data |= {"environment/tool_calls": calls, "other": 9.0}
+    metrics = {name: metric.value for name, metric in sample_metrics(samples).items()}
+    assert metrics["environment/tool_calls"] == 2.5
+    assert "other" not in metrics

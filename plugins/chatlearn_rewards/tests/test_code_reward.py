@@ -12,7 +12,7 @@ from chatlearn_rewards.code_judging import build_code_judge, same_output
 from chatlearn_rewards.code_options import CodeOptions
 from chatlearn_rewards.code_reward import CodeReward, code_problem, last_block
 from chatlearn_rewards.pool_worker import TaskConfigError
-from chatlearn_rewards.sandbox import SandboxError
+from chatlearn_sandbox.sandbox import SandboxError
 
 ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
 CALLS = ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]

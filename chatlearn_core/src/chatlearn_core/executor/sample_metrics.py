@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 from chatlearn_core.types import UNGRADED, Metric, Metrics, Sample
 
+ENVIRONMENT = "environment/"
+"""Begins the names in ``sequence_data`` by which environments count; their means over the samples are metrics."""
+
 
 def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     """Lengths and outcomes of the samples."""
@@ -22,6 +25,9 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     ends = [s.last_turn.finish_reason for s in samples if s.last_turn is not None]
     if ends:
         metrics["response_length/clip_ratio"] = Metric(ends.count("length"), len(ends))
+    for name in sorted({name for s in samples for name in s.sequence_data if name.startswith(ENVIRONMENT)}):
+        counts = [s.sequence_data[name] for s in samples if name in s.sequence_data]
+        metrics[name] = Metric(sum(counts), len(counts))
     return metrics
 
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from chatlearn_chat.tool_calls import parsed_arguments
 from chatlearn_core.data.format import Message
 from chatlearn_gateway.chat import ChatRequest, RefusedError, Reply
-from chatlearn_gateway.tool_calls import parsed_arguments
 from chatlearn_gateway.wire import Json, ServedBy, refuse_parameters, text_of_parts
 
 _IGNORED = ("metadata", "service_tier", "temperature", "top_k", "top_p")

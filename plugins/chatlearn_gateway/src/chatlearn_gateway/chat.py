@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from chatlearn_chat.turn_reader import TextPiece
 from chatlearn_core.data.format import Message
 
 RefusalKind = Literal[
@@ -69,15 +70,6 @@ class ToolCall:
     name: str
     arguments: str
     """JSON text of an object."""
-
-
-@dataclass(slots=True, frozen=True)
-class TextPiece:
-    """A part of a reply's content and the tokens that it is made of, for streaming."""
-
-    text: str
-    tokens: tuple[int, int]
-    """[start, stop) in the sampled tokens."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from chatlearn_chat import ChatTemplateRenderer
+from chatlearn_chat.turn_reader import TurnReader
 from chatlearn_core.exceptions import BackendError, TurnLimitError
 from chatlearn_core.protocols import RoleContext, RolloutContext
 from chatlearn_core.types import Completion, Prompt, RewardResult, Rollout, RolloutStatus, SamplingParams, TokenIds
@@ -17,7 +18,6 @@ from chatlearn_gateway.agents import Agent, AgentCall, CommandAgent, FunctionAge
 from chatlearn_gateway.options import AgentOptions
 from chatlearn_gateway.server import Gateway
 from chatlearn_gateway.session import Session
-from chatlearn_gateway.turn_reader import TurnReader
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from chatlearn_chat.tool_calls import parsed_arguments
 from chatlearn_gateway.chat import ChatRequest, RefusedError, Reply
-from chatlearn_gateway.tool_calls import parsed_arguments
 from chatlearn_gateway.wire import Json, ServedBy, refuse_parameters, text_of_parts
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")

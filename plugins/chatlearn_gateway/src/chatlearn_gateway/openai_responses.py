@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from chatlearn_chat.tool_calls import parsed_arguments
 from chatlearn_core.data.format import Message
 from chatlearn_gateway.chat import ChatRequest, RefusedError, Reply
 from chatlearn_gateway.openai_chat import token_logprobs
-from chatlearn_gateway.tool_calls import parsed_arguments
 from chatlearn_gateway.wire import Json, ServedBy, refuse_parameters, text_of_parts
 
 _IGNORED = (

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from chatlearn_chat.tool_calls import parsed_arguments
 from chatlearn_core.data.format import Message
 from chatlearn_core.exceptions import BackendError
 from chatlearn_gateway.anthropic_messages import MessagesRequest, message_body, message_events
@@ -29,7 +30,6 @@ from chatlearn_gateway.chat import ChatRequest, RefusalKind, RefusedError, Reply
 from chatlearn_gateway.openai_chat import ChatCompletionRequest, completion_body, completion_chunks
 from chatlearn_gateway.openai_responses import ResponsesRequest, response_body, response_events, response_id
 from chatlearn_gateway.session import Session
-from chatlearn_gateway.tool_calls import parsed_arguments
 from chatlearn_gateway.wire import Json, ServedBy
 
 START_S = 30.0

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from chatlearn_chat.tool_calls import parsed_arguments
+from chatlearn_chat.turn_reader import TurnReader
 from chatlearn_core.data.format import Message
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, DataError, ModelError, TurnLimitError
 from chatlearn_core.protocols import RolloutContext
 from chatlearn_core.protocols.environment import SequenceBuilder
 from chatlearn_core.types import Completion, Sample, SamplingParams, TokenIds
 from chatlearn_gateway.chat import ChatRequest, FinishedBy, RefusedError, Reply, ToolCall, reply_message
-from chatlearn_gateway.tool_calls import parsed_arguments
-from chatlearn_gateway.turn_reader import TurnReader
 
 Generate = Callable[[TokenIds, SamplingParams], Awaitable[Completion]]
 """Samples a completion of [P] ids."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from chatlearn_rewards.code_tests import CodeTests, read_tests
 from chatlearn_rewards.pool_worker import TaskConfigError
-from chatlearn_rewards.sandbox import START_TIMEOUT_S, Limits, Sandbox, SandboxError, SandboxResult, run
+from chatlearn_sandbox.sandbox import START_TIMEOUT_S, Limits, Sandbox, SandboxError, SandboxResult, run
 
 Verdict = Literal[
     "passed",

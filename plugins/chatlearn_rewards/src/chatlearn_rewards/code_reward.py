@@ -15,7 +15,7 @@ from chatlearn_rewards.code_options import CodeOptions
 from chatlearn_rewards.code_tests import RULE, TestFormatError, read_tests
 from chatlearn_rewards.pooled_reward import PooledReward
 from chatlearn_rewards.process_pool import Outcome, Task
-from chatlearn_rewards.sandbox import START_TIMEOUT_S
+from chatlearn_sandbox.sandbox import START_TIMEOUT_S
 
 FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`]*)[^\n`]*$", re.MULTILINE)
 PYTHON = frozenset({"", "python", "py", "python3"})

@@ -17,7 +17,7 @@ import sys
 from contextlib import suppress
 
 from chatlearn_rewards.pool_worker import serve
-from chatlearn_rewards.process_tree import end_descendants
+from chatlearn_sandbox.process_tree import end_descendants
 
 REPORT = struct.Struct("!i")
 """The keeper's two reports: the worker's process id, and how it ended, as ``os.waitstatus_to_exitcode`` puts it."""

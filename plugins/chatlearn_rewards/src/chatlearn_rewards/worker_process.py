@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from chatlearn_rewards.pool_worker import CHANNEL_LOST, FRAME, MAX_REPLY_BYTES
-from chatlearn_rewards.process_tree import end_descendants, end_marked
 from chatlearn_rewards.worker_keeper import REPORT
 from chatlearn_rewards.worker_output import WorkerOutput
+from chatlearn_sandbox.process_tree import end_descendants, end_marked
 
 BOOTSTRAP = "from chatlearn_rewards.worker_keeper import main; main()"
 MARK_VARIABLE = "CHATLEARN_REWARD_WORKER"

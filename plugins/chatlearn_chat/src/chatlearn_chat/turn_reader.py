@@ -6,13 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chatlearn_chat import ChatTemplateRenderer
+from chatlearn_chat.renderer import ChatTemplateRenderer
+from chatlearn_chat.tool_calls import MARKERS, ToolCallFormat, attempts_tool_call, parsed_tool_calls, tool_call_format
 from chatlearn_core.types import Completion
-from chatlearn_gateway.chat import TextPiece
-from chatlearn_gateway.tool_calls import MARKERS, ToolCallFormat, parsed_tool_calls, tool_call_format
 
 _REPLACEMENT = "\ufffd"
 """What a decoder writes for an incomplete character."""
+
+
+@dataclass(slots=True, frozen=True)
+class TextPiece:
+    """A part of a turn's content and the tokens that it is made of, for streaming."""
+
+    text: str
+    tokens: tuple[int, int]
+    """[start, stop) in the sampled tokens."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,6 +35,8 @@ class ReadTurn:
     stop_string: str | None
     pieces: tuple[TextPiece, ...]
     """``content`` in parts of whole characters; empty if they are not needed."""
+    attempted_call: bool = False
+    """Whether the turn began a tool call but has none that can be read, so that its text is the content."""
 
 
 class TurnReader:
@@ -40,13 +50,13 @@ class TurnReader:
     def __init__(self, renderer: ChatTemplateRenderer, written: ToolCallFormat | None = None) -> None:
         self.renderer = renderer
         self._tokenizer: Any = renderer.tokenizer
-        self._written = written or tool_call_format(self._tokenizer.chat_template)
+        self.written: ToolCallFormat = written or tool_call_format(self._tokenizer.chat_template)
         special = {
             token_id: str(token) for token_id, token in self._tokenizer.added_tokens_decoder.items() if token.special
         }
         self._ends = {*special, self._tokenizer.eos_token_id, renderer.end_of_turn_id}
         # Decoding must leave the markers of tool calls.
-        self._skip = not set(MARKERS[self._written]) & set(special.values())
+        self._skip = not set(MARKERS[self.written]) & set(special.values())
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token alone."""
@@ -65,13 +75,14 @@ class TurnReader:
         end_id = ids[-1] if stopped and ids and (ids[-1] in self._ends or ids[-1] in stop_ids) else None
         written = ids if end_id is None else ids[:-1]
         content = self._tokenizer.decode(written, skip_special_tokens=self._skip)
-        stop_string, calls = None, list[tuple[str, str]]()
+        stop_string, calls, attempted = None, list[tuple[str, str]](), False
         if stopped and end_id is None:
             content, stop_string = _before_stop(content, completion.sampling.stop)
         if has_tools and stop_string is None:
-            content, calls = parsed_tool_calls(content, self._written)
+            content, calls = parsed_tool_calls(content, self.written)
+            attempted = not calls and attempts_tool_call(content, self.written)
         pieces = self._pieces(written, content, len(ids)) if in_pieces else ()
-        return ReadTurn(content, tuple(calls), end_id, stop_string, pieces)
+        return ReadTurn(content, tuple(calls), end_id, stop_string, pieces, attempted)
 
     def _pieces(self, ids: Sequence[int], content: str, num_tokens: int) -> tuple[TextPiece, ...]:
         """The content in parts; one part if it is not simply the tokens' texts in a row."""

@@ -15,6 +15,7 @@ MARKERS: Mapping[ToolCallFormat, tuple[str, ...]] = {
     "none": (),
 }
 """Texts by which each format marks tool calls; some tokenizers have special tokens for them."""
+_NAMED_OBJECT = re.compile(r'\s*\{\s*"name"\s*:')
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
@@ -46,6 +47,15 @@ def parsed_tool_calls(text: str, written: ToolCallFormat) -> tuple[str, list[tup
         return text, []
     good = [call for call in calls if call is not None]
     return (content, good) if len(good) == len(calls) else (text, [])
+
+
+def attempts_tool_call(text: str, written: ToolCallFormat) -> bool:
+    """Whether a text without a readable call was meant as one: it has a marker of the format, or with ``json`` is all
+    one object that begins with a name.
+    """
+    return any(marker in text for marker in MARKERS[written]) or (
+        written == "json" and _NAMED_OBJECT.match(text) is not None
+    )
 
 
 def parsed_arguments(text: str) -> Any:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from chatlearn_rewards.process_tree import descendants
-from chatlearn_rewards.sandbox import Limits, Sandbox, SandboxError, run
+from chatlearn_sandbox.process_tree import descendants
+from chatlearn_sandbox.sandbox import Limits, Sandbox, SandboxError, run
 
 LIMITS = Limits(wall_s=20, memory_bytes=256 << 20, max_processes=8, disk_bytes=1 << 20, file_bytes=1 << 20)
 

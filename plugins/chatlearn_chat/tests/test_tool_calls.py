@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from chatlearn_gateway.tool_calls import parsed_arguments, parsed_tool_calls, tool_call_format
+from chatlearn_chat.tool_calls import attempts_tool_call, parsed_arguments, parsed_tool_calls, tool_call_format
 
 ADD = '{"name": "add", "arguments": {"a": 1}}'
 
@@ -59,3 +59,19 @@ def test_arguments_that_are_no_object_stay_text() -> None:
     assert parsed_arguments('{"a": 1}') == {"a": 1}
     assert parsed_arguments("[1]") == "[1]"
     assert parsed_arguments("{a}") == "{a}"
+
+
+@pytest.mark.parametrize(
+    ("written", "text", "expected"),
+    [
+        ("hermes", f"<tool_call>{ADD}", True),
+        ("hermes", f"<tool_call>{ADD}</tool_call> and more", True),
+        ("hermes", "It is 2.", False),
+        ("json", '<|python_tag|>{"name": "add", ', True),
+        ("json", ' {"name": "add", "parameters": {', True),
+        ("json", "It is {2}.", False),
+        ("none", f"<tool_call>{ADD}", False),
+    ],
+)
+def test_what_was_meant_as_a_call(written: Any, text: str, expected: bool) -> None:
+    assert attempts_tool_call(text, written) is expected

@@ -1,0 +1,1 @@
+"""Environments in which a policy acts over several turns: tool calls and corrections."""

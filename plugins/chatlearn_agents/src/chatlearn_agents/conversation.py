@@ -1,0 +1,140 @@
+"""A conversation of a policy with an environment, in tokens: sampled turns stay as they were sampled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from chatlearn_chat import ChatTemplateRenderer
+from chatlearn_chat.tool_calls import ToolCallFormat, parsed_arguments
+from chatlearn_chat.turn_reader import ReadTurn, TurnReader
+from chatlearn_core.data.format import Message
+from chatlearn_core.exceptions import BackendError, DataError, ModelError
+from chatlearn_core.protocols import RolloutContext
+from chatlearn_core.types import Prompt, Rollout, RolloutStatus, TokenIds
+
+PREFIX = "environment/"
+"""Of the names in ``sequence_data`` by which an environment counts; the run logs their means."""
+_STAND_IN = "\U0010fffd"
+
+
+class Conversation:
+    """One sample: the prompt, sampled turns, and what the environment says between them.
+
+    Args:
+        context: of the rollout.
+        reader: of the run's tokenizer.
+        prompt: of the row. With tools it is rendered again, because the template writes them into it.
+        tools: as chat templates take them.
+
+    Raises:
+        BackendError: the prompt cannot be rendered.
+    """
+
+    def __init__(
+        self, context: RolloutContext, reader: TurnReader, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        self._context = context
+        self._reader = reader
+        self._tools = tools
+        self._messages: list[Message] = [*messages_of(prompt, reader.renderer)]
+        self._builder = context.sequence()
+        self._prompt_ids: TokenIds = prompt.token_ids
+        self._end_id: int | None = None
+        self.num_turns = 0
+        if tools:
+            try:
+                self._prompt_ids = reader.renderer.prompt(self._messages, tools).token_ids
+            except (DataError, ModelError) as error:
+                raise BackendError(f"rollout {context.id}: {error}") from error
+
+    async def turn(self) -> ReadTurn:
+        """Let the policy sample a turn.
+
+        Raises:
+            TurnLimitError, BackendError: see ``RolloutContext.generate``.
+        """
+        first = self.num_turns == 0
+        completion = await self._context.generate(self._prompt_ids if first else self._builder.token_ids)
+        if first and completion.prompt_ids is None:
+            completion = replace(completion, prompt_ids=self._prompt_ids)
+        self._builder.sampled(completion)
+        self.num_turns += 1
+        turn = self._reader.read(completion, has_tools=bool(self._tools), in_pieces=False)
+        self._end_id = turn.end_id
+        self._messages.append(_message_of(turn, self.num_turns))
+        return turn
+
+    def respond(self, messages: Sequence[Message]) -> bool:
+        """Append what the environment says, and the beginning of the policy's next turn.
+
+        Returns:
+            False if there is no room for it and a further token; the conversation is then as before.
+
+        Raises:
+            BackendError: the chat template cannot render the messages.
+        """
+        index = len(self._messages) - 1
+        try:
+            added = self._reader.renderer.continuation([*self._messages, *messages], index, self._end_id, self._tools)
+        except (DataError, ModelError) as error:
+            raise BackendError(f"rollout {self._context.id}, after turn {self.num_turns}: {error}") from error
+        if len(self._builder.token_ids) + len(added) >= self._context.max_tokens:
+            return False
+        self._builder.observed(added)
+        self._messages += messages
+        return True
+
+    def finished(self, status: RolloutStatus, counts: Mapping[str, float], reward: Any = None) -> Rollout:
+        """The rollout.
+
+        Args:
+            counts: numbers of this rollout by name; the run logs their means as ``environment/<name>``.
+        """
+        everything = {"turns": self.num_turns, "truncated": status == "truncated", **counts}
+        self._builder.sample.sequence_data.update({PREFIX + name: float(n) for name, n in everything.items()})
+        return self._context.finished([self._builder], status=status, reward=reward)
+
+
+def reader_of(context: RolloutContext, written: ToolCallFormat | None = None) -> TurnReader:
+    """A reader with a tokenizer of its own, because encoding changes settings of a tokenizer."""
+    return TurnReader(ChatTemplateRenderer(copy.deepcopy(context.tokenizer)), written)
+
+
+def messages_of(prompt: Prompt, renderer: ChatTemplateRenderer) -> tuple[Message, ...]:
+    """The messages of a prompt; if the row had a plain text, the text is taken out of the rendered prompt.
+
+    Raises:
+        BackendError: the text cannot be found in the rendered prompt.
+    """
+    if prompt.messages:
+        return prompt.messages
+    before, _, after = renderer.prompt(_STAND_IN).text.partition(_STAND_IN)
+    text = prompt.text
+    if len(text) < len(before) + len(after) or not text.startswith(before) or not text.endswith(after):
+        raise BackendError(
+            f"prompt {prompt.id!r} is a plain text that was not rendered by the chat template alone; give the rows "
+            "messages, for example [{'role': 'user', 'content': ...}] as prompt"
+        )
+    return ({"role": "user", "content": text[len(before) : len(text) - len(after)]},)
+
+
+def call_id(turn: int, index: int) -> str:
+    """Id of a call, in the form that the strictest templates want: nine letters or digits."""
+    return f"{turn:05d}{index:04d}"
+
+
+def _message_of(turn: ReadTurn, number: int) -> Message:
+    message: dict[str, Any] = {"role": "assistant", "content": turn.content}
+    if turn.calls:
+        message["tool_calls"] = [
+            {
+                "id": call_id(number, index),
+                "type": "function",
+                "function": {"name": name, "arguments": parsed_arguments(arguments)},
+            }
+            for index, (name, arguments) in enumerate(turn.calls)
+        ]
+    return message

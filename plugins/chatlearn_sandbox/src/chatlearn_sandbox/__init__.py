@@ -1,0 +1,1 @@
+"""Runs programs that may be hostile, with limits, and ends all of their processes."""
