@@ -81,3 +81,14 @@ def test_what_listens_for_a_while_is_seen(monkeypatch) -> None:
     assert {one.port for one in found} == {port}
     [text] = reached_from_outside(found)
     assert f"tcp 0.0.0.0 port {port}, process {os.getpid()}" in text
+
+
+def test_a_socket_that_a_child_inherits_is_not_new(monkeypatch) -> None:
+    """Between fork and exec every child has its parent's sockets."""
+    monkeypatch.setattr("chatlearn_testing.listeners.LOOK_S", 0.01)
+    with socket.create_server(("0.0.0.0", 0)) as before, listening_meanwhile() as found:
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(before.fileno(),))
+        assert {one.process for one in listeners(family()) if one.port == before.getsockname()[1]} >= {child.pid}
+        time.sleep(0.1)
+        child.communicate(b"\n")
+    assert not found

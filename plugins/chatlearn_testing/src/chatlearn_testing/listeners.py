@@ -32,6 +32,11 @@ class Listener:
     port: int = 0
 
     @property
+    def socket(self) -> tuple[str, str, int]:
+        """The socket without the process, because a forked process has its parent's sockets."""
+        return self.kind, self.address, self.port
+
+    @property
     def is_local(self) -> bool:
         """Whether only processes of this host can reach it."""
         if self.kind == "unix":
@@ -81,21 +86,24 @@ def listening_meanwhile() -> Iterator[set[Listener]]:
     """Collect the sockets that this process and its descendants open for listening inside the ``with``.
 
     The yielded set grows every ``LOOK_S`` seconds and is complete after the ``with``. A socket that is open for less
-    than that may be missed.
+    than that may be missed. One that was open before stays left out when a forked process inherits it.
     """
-    before = listeners(family())
+    before = {listener.socket for listener in listeners(family())}
     found: set[Listener] = set()
     over = threading.Event()
 
+    def opened() -> set[Listener]:
+        return {listener for listener in listeners(family()) if listener.socket not in before}
+
     def look() -> None:
         while not over.wait(LOOK_S):
-            found.update(listeners(family()) - before)
+            found.update(opened())
 
     watcher = threading.Thread(target=look, name="listeners", daemon=True)
     watcher.start()
     try:
         yield found
-        found.update(listeners(family()) - before)
+        found.update(opened())
     finally:
         over.set()
         watcher.join()
