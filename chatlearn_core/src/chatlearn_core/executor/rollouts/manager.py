@@ -58,7 +58,7 @@ class RolloutManager:
         *,
         origin: Origin | None = None,
         count_tokens: Callable[[int], None] | None = None,
-        on_open: Callable[[int, int], None] | None = None,
+        on_open: Callable[[int, int], None] = lambda replica, num_open: None,
     ) -> None:
         self.config = config
         self._on_open = on_open
@@ -175,22 +175,22 @@ class RolloutManager:
             if entry.turn.done():  # cancelled, and about to withdraw
                 self._routing.done(entry.request, replica)
                 continue
-            self._num_open[replica] += 1
             self._occupancy.opened(replica)
-            if self._on_open is not None:
-                self._on_open(replica, self._num_open[replica])
+            self._change_open(replica, 1)
             entry.turn.set_result(None)
 
     def _has_place(self, replica: int) -> bool:
         limit = self.config.max_concurrent
         return limit is None or self._num_open[replica] < limit
 
+    def _change_open(self, replica: int, change: int) -> None:
+        self._num_open[replica] += change
+        self._on_open(replica, self._num_open[replica])
+
     def _release(self, entry: _Entry) -> None:
         replica = entry.replica
-        self._num_open[replica] -= 1
         self._occupancy.closed(replica)
-        if self._on_open is not None:
-            self._on_open(replica, self._num_open[replica])
+        self._change_open(replica, -1)
         self._routing.done(entry.request, replica)
         self._follow_fleet()
         if not self._queues[replica] and self.config.work_stealing and replica in self._accepting:
@@ -295,7 +295,7 @@ class Rollouts:
         self._roles = roles or {}
         self._count_tokens = count_tokens
         self._managers: dict[str, RolloutManager] = {}
-        self.on_open: Callable[[str, int, int], None] | None = None
+        self.on_open: Callable[[str, int, int], None] = lambda role, replica, num_open: None
         """Called with a role, a replica and its number of open requests, whenever that changes."""
         runtime.ask_generator = self.ask
 
@@ -309,13 +309,9 @@ class Rollouts:
                 self.config,
                 origin=origin_of(self._roles, role, "generator"),
                 count_tokens=self._count_tokens if streams else None,
-                on_open=lambda replica, num_open: self._opened(role, replica, num_open),
+                on_open=lambda replica, num_open: self.on_open(role, replica, num_open),
             )
         return self._managers[role]
-
-    def _opened(self, role: str, replica: int, num_open: int) -> None:
-        if self.on_open is not None:
-            self.on_open(role, replica, num_open)
 
     def begin(self) -> None:
         """See ``scheduler.GeneratorFront``."""
