@@ -96,9 +96,15 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def played(tokenizer: Any, scripted: Any) -> Iterator[Callable[..., Any]]:
     """``await played(options, *texts, timeout_s=, max_turns=)``: a rollout of one agent."""
     made: list[AgentEnvironment] = []
+    before = set(threading.enumerate())  # another module's server may still run
 
     async def play(
-        options: dict[str, Any], *texts: str, timeout_s: float = 30.0, max_turns: int | None = None, longest: int = 400
+        options: dict[str, Any],
+        *texts: str,
+        timeout_s: float = 30.0,
+        max_turns: int | None = None,
+        longest: int = 400,
+        rendered: str = "",
     ) -> Rollout:
         environment = AgentEnvironment(AgentOptions(**options), RoleContext("agent"))
         made.append(environment)
@@ -114,7 +120,7 @@ def played(tokenizer: Any, scripted: Any) -> Iterator[Callable[..., Any]]:
     for environment in made:
         environment.close()
         environment.close()
-    assert not any(thread.name == "gateway" for thread in threading.enumerate())
+    assert not any(thread.name == "gateway" for thread in set(threading.enumerate()) - before)
 
 
 def agent(name: str, **options: Any) -> dict[str, Any]:
@@ -128,6 +134,13 @@ async def test_a_function_is_the_agent_and_gives_the_reward(played: Any) -> None
     assert sample.loss_mask.sum() == 8
     judged_by_flow = await played(agent("judged", reward="flow"), "it is 2")
     assert judged_by_flow.reward is None
+
+
+async def test_a_plain_text_is_rendered_once(played: Any, tokenizer: Any) -> None:
+    [sample] = (await played(agent("judged"), "it is 2")).samples
+    prompt = tokenizer.decode(sample.token_ids[: sample.num_prompt_tokens])
+    [again] = (await played(agent("judged"), "it is 2", rendered=prompt)).samples
+    assert again.token_ids.tolist() == sample.token_ids.tolist()
 
 
 async def test_a_coroutine_function_is_the_agent(played: Any) -> None:

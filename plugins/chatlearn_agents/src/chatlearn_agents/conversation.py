@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from chatlearn_chat import ChatTemplateRenderer
+from chatlearn_chat.prompt_messages import messages_of
 from chatlearn_chat.tool_calls import ToolCallFormat, parsed_arguments
 from chatlearn_chat.turn_reader import ReadTurn, TurnReader
 from chatlearn_core.data.format import Message
@@ -17,7 +18,6 @@ from chatlearn_core.types import Prompt, Rollout, RolloutStatus, TokenIds
 
 PREFIX = "environment/"
 """Of the names in ``sequence_data`` by which an environment counts; the run logs their means."""
-_STAND_IN = "\U0010fffd"
 
 
 class Conversation:
@@ -39,7 +39,7 @@ class Conversation:
         self._context = context
         self._reader = reader
         self._tools = tools
-        self._messages: list[Message] = [*messages_of(prompt, reader.renderer)]
+        self._messages: list[Message] = [*_messages(prompt, reader.renderer)]
         self._builder = context.sequence()
         self._prompt_ids: TokenIds = prompt.token_ids
         self._end_id: int | None = None
@@ -103,22 +103,15 @@ def reader_of(context: RolloutContext, written: ToolCallFormat | None = None) ->
     return TurnReader(ChatTemplateRenderer(copy.deepcopy(context.tokenizer)), written)
 
 
-def messages_of(prompt: Prompt, renderer: ChatTemplateRenderer) -> tuple[Message, ...]:
-    """The messages of a prompt; if the row had a plain text, the text is taken out of the rendered prompt.
-
-    Raises:
-        BackendError: the text cannot be found in the rendered prompt.
-    """
-    if prompt.messages:
-        return prompt.messages
-    before, _, after = renderer.prompt(_STAND_IN).text.partition(_STAND_IN)
-    text = prompt.text
-    if len(text) < len(before) + len(after) or not text.startswith(before) or not text.endswith(after):
+def _messages(prompt: Prompt, renderer: ChatTemplateRenderer) -> tuple[Message, ...]:
+    """Raises: BackendError: the prompt is a text that the chat template did not render."""
+    messages = messages_of(prompt, renderer)
+    if messages is None:
         raise BackendError(
             f"prompt {prompt.id!r} is a plain text that was not rendered by the chat template alone; give the rows "
             "messages, for example [{'role': 'user', 'content': ...}] as prompt"
         )
-    return ({"role": "user", "content": text[len(before) : len(text) - len(after)]},)
+    return messages
 
 
 def call_id(turn: int, index: int) -> str:

@@ -6,11 +6,13 @@ import asyncio
 import copy
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chatlearn_chat import ChatTemplateRenderer
+from chatlearn_chat.prompt_messages import messages_of
 from chatlearn_chat.turn_reader import TurnReader
+from chatlearn_core.data.format import Message
 from chatlearn_core.exceptions import BackendError, TurnLimitError
 from chatlearn_core.protocols import RoleContext, RolloutContext
 from chatlearn_core.types import Completion, Prompt, RewardResult, Rollout, RolloutStatus, SamplingParams, TokenIds
@@ -59,12 +61,14 @@ class AgentEnvironment:
             BackendError: the agent raised, made no request, or returned no reward although it gives the reward.
             TurnLimitError: it raised after the role's ``max_turns`` were over, and no ``truncated_reward`` is set.
         """
-        session = self._session(context)
+        reader = self._reader_of(context)
+        session = self._session(context, reader)
+        messages = messages_of(prompt, reader.renderer) or ({"role": "user", "content": prompt.text},)
         key = self._gateway.open(session)
         status: RolloutStatus = "finished"
         result: Any = None
         try:
-            result = await self._act(key, prompt)
+            result = await self._act(key, prompt, messages)
         except BackendError as error:
             if session.limit is None:
                 raise
@@ -92,18 +96,18 @@ class AgentEnvironment:
         order = context.order
         return Rollout(order.id, order.group_id, order.example, samples, status, reward)
 
-    async def _act(self, key: str, prompt: Prompt) -> Any:
+    async def _act(self, key: str, prompt: Prompt, messages: Sequence[Message]) -> Any:
         assert self._agent is not None, "set up before it is used"
         example = {
             "id": prompt.id,
-            "messages": [dict(message) for message in prompt.messages] or [{"role": "user", "content": prompt.text}],
+            "messages": [dict(message) for message in messages],
             "text": prompt.text,
             "ground_truth": prompt.ground_truth,
             "columns": dict(prompt.columns),
         }
         return await self._agent.act(AgentCall(f"{self._gateway.url}/v1", key, self.options.model, example))
 
-    def _session(self, context: RolloutContext) -> Session:
+    def _session(self, context: RolloutContext, reader: TurnReader) -> Session:
         here = asyncio.get_running_loop()
 
         async def generate(token_ids: TokenIds, sampling: SamplingParams) -> Completion:
@@ -111,12 +115,15 @@ class AgentEnvironment:
             asked = asyncio.run_coroutine_threadsafe(context.generate(token_ids, sampling=sampling), here)
             return await asyncio.wrap_future(asked)
 
+        return Session(context, reader, generate)
+
+    def _reader_of(self, context: RolloutContext) -> TurnReader:
         if self._reader is None:
             # A copy, because encoding changes settings of a tokenizer, and others of this process use the original.
             renderer = ChatTemplateRenderer(copy.deepcopy(context.tokenizer))
             written = self.options.tool_calls
             self._reader = TurnReader(renderer, None if written == "auto" else written)
-        return Session(context, self._reader, generate)
+        return self._reader
 
     def _reward(self, rollout_id: str, result: Any) -> RewardResult:
         """The reward that an agent returned."""
