@@ -131,7 +131,7 @@ def test_a_caller_rejected_by_a_full_gate_tries_again() -> None:
 
 def test_a_wrong_secret_is_reported() -> None:
     with opened("secret") as mine, pytest.raises(RuntimeError, match="rejected every greeting"):
-        join_store(LOOPBACK, mine.port, "guessed", timedelta(seconds=0.5))
+        join_store(LOOPBACK, mine.port, "guessed", timedelta(seconds=3))
 
 
 def test_another_listener_on_the_store_s_port_is_refused() -> None:

@@ -231,8 +231,14 @@ class InterruptibleCompletions:
         for name in sample_ids:
             self._ended.pop(name, None)
 
-    def clear(self) -> None:
-        """Forget everything: the run goes back to a checkpoint. No request is open."""
-        assert not self._tasks, "the rollouts are cancelled before"
+    async def close(self) -> None:
+        """Forget everything: the run ends, or goes back to a checkpoint. The rollouts were cancelled before; a request
+        of an environment that has not ended yet is cancelled, too.
+        """
+        while running := [task for _, task in self._tasks.values()]:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+            await asyncio.sleep(0)  # those that wait for a task take its result
         self._parts.clear()
         self._ended.clear()

@@ -161,7 +161,7 @@ class AsyncRolloutProducer(RolloutProducer):
         await asyncio.gather(*tasks, return_exceptions=True)
         self._waves.clear()
         self._finished.clear()
-        self.source.clear()
+        await self.source.close()
         self._is_restored, self._step = True, 0
 
     # Drawing
