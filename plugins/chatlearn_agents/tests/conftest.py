@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import pytest
 from chatlearn_agents.options import ToolsOptions
 from chatlearn_agents.tool_environment import ToolEnvironment
 from chatlearn_core.protocols import RoleContext, RolloutContext, RolloutOrder
-from chatlearn_core.types import Completion, GenerateRequest, Prompt, Rollout, SamplingParams, VersionSpan
+from chatlearn_core.types import Prompt, Rollout, SamplingParams
 from chatlearn_hf.tiny import build_tiny_tokenizer
+from chatlearn_testing.fakes.scripted import Scripted
 
 TOOLS_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
@@ -98,32 +99,6 @@ def some_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     sys.modules.pop("some_tools", None)
     yield importlib.import_module("some_tools")
     sys.modules.pop("some_tools", None)
-
-
-@dataclass
-class Scripted:
-    """Answers requests with prepared texts, encoded character by character, as no tokenizer would encode them."""
-
-    tokenizer: Any
-    texts: list[str]
-    asked: list[GenerateRequest] = field(default_factory=list)
-
-    async def __call__(self, handle: str, request: GenerateRequest) -> Completion:
-        self.asked.append(request)
-        text = self.texts.pop(0)
-        ids = [i for letter in text for i in self.tokenizer.encode(letter, add_special_tokens=False)]
-        ids.append(self.tokenizer.eos_token_id)
-        cut = ids[: request.sampling.max_tokens]
-        return Completion(
-            request_id=request.id,
-            token_ids=np.array(cut, np.int64),
-            logprobs=-0.5 - np.arange(len(cut), dtype=np.float32) / 64,
-            basis=request.sampling.basis,
-            finish_reason="stop" if len(cut) == len(ids) else "length",
-            sampling=request.sampling,
-            version_spans=(VersionSpan(0, len(cut), len(self.asked)),),
-            text=text,
-        )
 
 
 @dataclass

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,11 @@ import pytest
 from chatlearn_chat import ChatTemplateRenderer
 from chatlearn_chat.turn_reader import TurnReader
 from chatlearn_core.protocols import RolloutContext, RolloutOrder
-from chatlearn_core.types import Completion, GenerateRequest, Prompt, SamplingParams, VersionSpan
+from chatlearn_core.types import Prompt, SamplingParams
 from chatlearn_gateway.server import Gateway
 from chatlearn_gateway.session import Session
 from chatlearn_hf.tiny import build_tiny_tokenizer
+from chatlearn_testing.fakes.scripted import Scripted
 
 TOOLS_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
@@ -36,43 +36,6 @@ def tokenizer() -> Any:
     tokenizer = build_tiny_tokenizer()
     tokenizer.chat_template = TOOLS_TEMPLATE
     return tokenizer
-
-
-@dataclass
-class Scripted:
-    """Answers requests with prepared texts, in order, and keeps what it was asked.
-
-    A text ends with the end-of-turn token unless the request's ``max_tokens`` cuts it. ``split`` encodes it character
-    by character, as a policy may sample it and no tokenizer would encode it.
-    """
-
-    tokenizer: Any
-    texts: list[str] = field(default_factory=list)
-    asked: list[GenerateRequest] = field(default_factory=list)
-    split: bool = True
-    delay_s: float = 0.0
-    fails: Exception | None = None
-
-    async def __call__(self, handle: str, request: GenerateRequest) -> Completion:
-        self.asked.append(request)
-        await asyncio.sleep(self.delay_s)
-        if self.fails is not None:
-            raise self.fails
-        text = self.texts.pop(0)
-        parts = list(text) if self.split else [text]
-        ids = [i for part in parts for i in self.tokenizer.encode(part, add_special_tokens=False)]
-        ids.append(self.tokenizer.eos_token_id)
-        cut = ids[: request.sampling.max_tokens]
-        return Completion(
-            request_id=request.id,
-            token_ids=np.array(cut, np.int64),
-            logprobs=-0.5 - np.arange(len(cut), dtype=np.float32) / 64,
-            basis=request.sampling.basis,
-            finish_reason="stop" if len(cut) == len(ids) else "length",
-            sampling=request.sampling,
-            version_spans=(VersionSpan(0, len(cut), len(self.asked)),),
-            text=text,
-        )
 
 
 @pytest.fixture

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from chatlearn_chat import ChatTemplateRenderer
 from chatlearn_chat.prompt_messages import messages_of
-from chatlearn_chat.tool_calls import ToolCallFormat, parsed_arguments
+from chatlearn_chat.tool_calls import parsed_arguments
 from chatlearn_chat.turn_reader import ReadTurn, TurnReader
 from chatlearn_core.data.format import Message
 from chatlearn_core.exceptions import BackendError, DataError, ModelError
@@ -96,11 +95,6 @@ class Conversation:
         everything = {"turns": self.num_turns, "truncated": status == "truncated", **counts}
         self._builder.sample.sequence_data.update({PREFIX + name: float(n) for name, n in everything.items()})
         return self._context.finished([self._builder], status=status, reward=reward)
-
-
-def reader_of(context: RolloutContext, written: ToolCallFormat | None = None) -> TurnReader:
-    """A reader with a tokenizer of its own, because encoding changes settings of a tokenizer."""
-    return TurnReader(ChatTemplateRenderer(copy.deepcopy(context.tokenizer)), written)
 
 
 def _messages(prompt: Prompt, renderer: ChatTemplateRenderer) -> tuple[Message, ...]:

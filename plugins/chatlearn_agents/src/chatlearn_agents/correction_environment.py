@@ -1,4 +1,4 @@
-"""The environment ``correction``: the policy answers; while it is wrong, it is told so and answers again."""
+"""The environment ``correction``: the policy answers, and tries again after a wrong answer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from chatlearn_agents.conversation import Conversation, reader_of
+from chatlearn_agents.conversation import Conversation
 from chatlearn_agents.options import CorrectionOptions
 from chatlearn_agents.tool_threads import ToolThreads
-from chatlearn_chat.turn_reader import TurnReader
+from chatlearn_chat.turn_reader import TurnReader, reader_of
 from chatlearn_core.exceptions import BackendError, ConfigError
 from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.protocols import RoleContext, RolloutContext
@@ -76,7 +76,7 @@ class CorrectionEnvironment:
         """
         options = self.options
         if self._reader is None:
-            self._reader = reader_of(context)
+            self._reader = reader_of(context.tokenizer)
         conversation = Conversation(context, self._reader, prompt)
         status: RolloutStatus = "finished"
         while True:

@@ -131,7 +131,7 @@ def _tool_of_text(text: str) -> ToolOptions:
 
 
 class CorrectionOptions(BaseModel):
-    """When an answer is right, what the policy is told otherwise, and the reward."""
+    """The check of an answer, the message after a wrong one, and the reward."""
 
     model_config = _STRICT
 
@@ -140,7 +140,9 @@ class CorrectionOptions(BaseModel):
         description="last_number: the last number of the turn equals the ground truth. Otherwise a function, "
         "package.module:function, of the turn's text and the ground truth, which returns whether the turn is right.",
     )
-    message: str = Field("That is wrong. Try again.", min_length=1, description="What the policy is told.")
+    message: str = Field(
+        "That is wrong. Try again.", min_length=1, description="The user's message after a wrong answer."
+    )
     max_attempts: int = Field(3, ge=1, description="Number of turns that the policy has.")
     correct: float = Field(1.0, allow_inf_nan=False, description="Reward if the first attempt is right.")
     discount: float = Field(

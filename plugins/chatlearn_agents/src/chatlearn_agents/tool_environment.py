@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from chatlearn_agents.conversation import Conversation, call_id, reader_of
+from chatlearn_agents.conversation import Conversation, call_id
 from chatlearn_agents.options import ToolsOptions
 from chatlearn_agents.tool_sources import tool_sources
 from chatlearn_agents.toolbox import Toolbox, ToolResult
-from chatlearn_chat.turn_reader import ReadTurn, TurnReader
+from chatlearn_chat.turn_reader import ReadTurn, TurnReader, reader_of
 from chatlearn_core.data.format import Message
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import RoleContext, RolloutContext
@@ -100,7 +100,7 @@ class ToolEnvironment:
     def _reader_of(self, context: RolloutContext) -> TurnReader:
         if self._reader is None:
             written = self.options.tool_calls
-            reader = reader_of(context, None if written == "auto" else written)
+            reader = reader_of(context.tokenizer, None if written == "auto" else written)
             if reader.written == "none":
                 raise ConfigError(
                     "the model's chat template writes tool calls in no known format, so its calls cannot be read. Use "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,11 @@ class TurnReader:
             return (TextPiece(content, (0, num_tokens)),)
         last = pieces[-1]
         return (*pieces[:-1], TextPiece(last.text, (last.tokens[0], num_tokens)))
+
+
+def reader_of(tokenizer: Any, written: ToolCallFormat | None = None) -> TurnReader:
+    """A reader with a copy of the tokenizer, because encoding changes settings of a tokenizer that others use, too."""
+    return TurnReader(ChatTemplateRenderer(copy.deepcopy(tokenizer)), written)
 
 
 def _before_stop(content: str, stops: Sequence[str]) -> tuple[str, str | None]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chatlearn_chat import ChatTemplateRenderer
 from chatlearn_chat.prompt_messages import messages_of
-from chatlearn_chat.turn_reader import TurnReader
+from chatlearn_chat.turn_reader import TurnReader, reader_of
 from chatlearn_core.data.format import Message
 from chatlearn_core.exceptions import BackendError, TurnLimitError
 from chatlearn_core.protocols import RoleContext, RolloutContext
@@ -119,10 +117,8 @@ class AgentEnvironment:
 
     def _reader_of(self, context: RolloutContext) -> TurnReader:
         if self._reader is None:
-            # A copy, because encoding changes settings of a tokenizer, and others of this process use the original.
-            renderer = ChatTemplateRenderer(copy.deepcopy(context.tokenizer))
             written = self.options.tool_calls
-            self._reader = TurnReader(renderer, None if written == "auto" else written)
+            self._reader = reader_of(context.tokenizer, None if written == "auto" else written)
         return self._reader
 
     def _reward(self, rollout_id: str, result: Any) -> RewardResult:

@@ -1,0 +1,49 @@
+"""A policy that says prepared texts, for tests of environments."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from chatlearn_core.types import Completion, GenerateRequest, VersionSpan
+
+
+@dataclass
+class Scripted:
+    """Answers the requests of a ``RolloutContext`` with prepared texts, in order, and keeps the requests.
+
+    A text ends with the end-of-turn token unless the request's ``max_tokens`` cuts it. ``split`` encodes it character
+    by character, as a policy may sample it and no tokenizer would encode it.
+    """
+
+    tokenizer: Any
+    texts: list[str] = field(default_factory=list)
+    asked: list[GenerateRequest] = field(default_factory=list)
+    split: bool = True
+    delay_s: float = 0.0
+    fails: Exception | None = None
+
+    async def __call__(self, handle: str, request: GenerateRequest) -> Completion:
+        """Return the next text as a completion."""
+        self.asked.append(request)
+        await asyncio.sleep(self.delay_s)
+        if self.fails is not None:
+            raise self.fails
+        text = self.texts.pop(0)
+        parts = list(text) if self.split else [text]
+        ids = [i for part in parts for i in self.tokenizer.encode(part, add_special_tokens=False)]
+        ids.append(self.tokenizer.eos_token_id)
+        cut = ids[: request.sampling.max_tokens]
+        return Completion(
+            request_id=request.id,
+            token_ids=np.array(cut, np.int64),
+            logprobs=(-0.5 - np.arange(len(cut)) / 64).astype(np.float32),
+            basis=request.sampling.basis,
+            finish_reason="stop" if len(cut) == len(ids) else "length",
+            sampling=request.sampling,
+            version_spans=(VersionSpan(0, len(cut), len(self.asked)),),
+            text=text,
+        )
