@@ -25,7 +25,7 @@ ifneq ($(wildcard $(DATA)/gsm8k),)
 export CHATLEARN_TEST_DATA = $(abspath $(DATA))
 endif
 
-.PHONY: help install install-dev install-engines demo test test-again test-fast test-matrix test-models test-grid test-fuzz test-learning learning lint format wheels clean
+.PHONY: help install install-dev install-engines demo test test-again test-fast test-matrix test-models test-parity test-grid test-fuzz test-learning learning lint format wheels clean
 
 help:  ## Show what can be made.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1 — /'
@@ -49,6 +49,11 @@ $(VENV)/.installed-vllm: $(VENV)/.installed-dev requirements/vllm.txt
 	$(PIP) install --quiet --no-deps --requirement requirements/vllm.txt
 	@touch $@
 
+$(VENV)/.installed-deepspeed: $(VENV)/.installed-vllm requirements/deepspeed.txt
+	@echo "Installing DeepSpeed into $(VENV) (once) ..."
+	DS_BUILD_OPS=0 $(PIP) install --quiet --no-deps --no-build-isolation --requirement requirements/deepspeed.txt
+	@touch $@
+
 $(SGLANG_VENV)/.installed: requirements/sglang.txt
 	@echo "Installing SGLang into $(SGLANG_VENV) (once) ..."
 	$(PYTHON) -m venv $(SGLANG_VENV)
@@ -60,7 +65,7 @@ install: $(VENV)/.installed  ## Install the embedded default set into .venv.
 
 install-dev: $(VENV)/.installed-dev  ## Install what tests, linters and benchmarks need, too.
 
-install-engines: $(VENV)/.installed-vllm $(SGLANG_VENV)/.installed  ## Install vLLM and SGLang for tests on a CPU.
+install-engines: $(VENV)/.installed-vllm $(VENV)/.installed-deepspeed $(SGLANG_VENV)/.installed  ## Install vLLM, DeepSpeed and SGLang for tests on a CPU.
 
 demo: install  ## Train a small model from scratch on this machine and show the result (under 4 minutes).
 	$(BIN)/python examples/demo/demo.py $(ARGS)
@@ -78,6 +83,9 @@ test-matrix: install-engines  ## Run every trainer x generator x transport, and 
 
 test-models: install-dev  ## Train and serve every model type of transformers, tiny, and record what is right.
 	$(BIN)/python -m pytest -m models $(ARGS)
+
+test-parity: install-engines  ## Compare every trainer in every layout with plain transformers, and record the differences.
+	$(BIN)/python -m pytest -m parity $(ARGS)
 
 test-grid: install-engines  ## Kill every worker in every phase of a run.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m grid $(ARGS)

@@ -11,6 +11,7 @@ from hypothesis import settings
 # chatlearn_core/ at the root would be taken for the package.
 import chatlearn_core  # noqa: F401
 import chatlearn_fsdp  # noqa: F401
+import chatlearn_megatron  # noqa: F401
 import chatlearn_sglang  # noqa: F401
 import chatlearn_vllm  # noqa: F401
 from chatlearn_testing.applicability import NOT_APPLICABLE
@@ -31,7 +32,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 ENGINE_TIMEOUT_S = 900
 """The first test of an engine waits for its start, which takes minutes on a machine that is busy."""
-OPT_IN = ("grid", "learning", "matrix", "models")
+OPT_IN = ("grid", "learning", "matrix", "models", "parity")
 """Markers of tests that take too long for every change: they run when `-m` names them."""
 
 

@@ -8,7 +8,7 @@ and the trainer, which is the slower side, waits at most 2 % of the time. Then w
 generator `transformers` and the trainer `fsdp`, on this machine's clock: no aim, since both sides share its cores.
 Prints one JSON line last.
 
-    python benchmarks/async_training.py [--replicas 8 64 512] [--steps 10] [--quick]
+    python benchmarks/async_training.py [--replicas 8 64 512] [--modes sync "async 8"] [--steps 10] [--quick]
 """
 
 from __future__ import annotations
@@ -427,27 +427,32 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="simulated modes")
+    parser.add_argument("--only-simulated", action="store_true", help="make no real runs")
     parser.add_argument("--steps", type=int, default=10, help="steps measured")
     parser.add_argument("--quick", action="store_true", help="next to nothing: checks that this program works")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     arguments = parser.parse_args()
+    if "sync" not in arguments.modes or not any(mode.startswith("async") for mode in arguments.modes):
+        parser.error("--modes needs sync, which the others are compared with, and an async mode")
     torch.set_num_threads(arguments.threads)
     costs = Costs()
     work = Work(prompts_a_replica=2, group_size=2, slots=4, median_tokens=50) if arguments.quick else Work()
     sizes, num_steps = ([2], 2) if arguments.quick else (arguments.replicas, arguments.steps)
     results: dict[str, dict[str, dict[str, float]]] = {}
     for size in sizes:
-        found = {mode: run_simulated(simulate(mode, size, work, costs, num_steps)) for mode in MODES}
-        results[str(size)] = found
-        for mode, result in found.items():
+        found = results[str(size)] = {}
+        for mode in arguments.modes:
+            result = found[mode] = run_simulated(simulate(mode, size, work, costs, num_steps))
             print(f"{size:>4} {mode:<18}" + "  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        measured = {mode: real(Path(directory), mode, num_steps, arguments.quick) for mode in REAL_MODES}
+        modes = () if arguments.only_simulated else REAL_MODES
+        measured = {mode: real(Path(directory), mode, num_steps, arguments.quick) for mode in modes}
     for mode, result in measured.items():
         print(f"real {mode:<18}" + "  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
     judged = results.get("64", results[str(sizes[0])])
     gains = {mode: round(one["samples_a_s"] / judged["sync"]["samples_a_s"], 2) for mode, one in judged.items()}
-    best = max((mode for mode in MODES if mode.startswith("async")), key=lambda mode: gains[mode])
+    best = max((mode for mode in judged if mode.startswith("async")), key=lambda mode: gains[mode])
     idle = judged[best]["trainer_idle"]
     dropped = max(one["dropped_stale"] for found in (*results.values(), measured) for one in found.values())
     print(

@@ -2,7 +2,8 @@
 
 A small Qwen3 is fine-tuned on demonstrations that show their working only sometimes (SFT, once). Every run starts from
 this warm start and is judged on held-out problems by the rule reward, with greedy answers. Preferences are pairs of a
-right and a wrong completion that the warm start sampled; the held-out pairs answer held-out problems. A run is a
+right and a wrong completion that the warm start sampled; the held-out pairs answer held-out problems. The reward model
+also learns from pairs that the policy of ``grpo`` sampled, because PPO asks it about such completions later. A run is a
 directory: finished ones are kept, and a run that was stopped resumes. Delete a run's directory after a change of its
 recipe.
 
@@ -61,6 +62,10 @@ class Recipe:
     learning_rate: float = 3e-4
     schedule: str = "constant"
     """Of the learning rate."""
+    warmup_steps: int = 0
+    """Updates in which the learning rate rises."""
+    filters: Sequence[str] = ()
+    """``rollout.filters``, without options."""
     steps: int = 20
     batch: int = 16
     mini_batches: int = 2
@@ -71,12 +76,13 @@ class Recipe:
     """Learns from the pairs, and is evaluated on held-out pairs."""
     of_pairs: float = 0.0
     """Smallest accuracy on held-out pairs after training."""
+    policy_pairs: bool = False
+    """Learns also from pairs that the model of ``needs`` sampled."""
     needs: str = ""
     """A recipe whose model this one uses."""
 
 
 GROUPS = {"group_size": 8}
-KL = {"kl_coef": 0.02}
 CRITIC = (*ROLES, "critic")
 ON_PAIRS = Recipe(roles=("trainer", "reference"), pairs=True, steps=24, of_pairs=0.6, gain=0.0, learning_rate=1e-4)
 RECIPES: dict[str, Recipe] = {
@@ -103,12 +109,24 @@ RECIPES: dict[str, Recipe] = {
         {"divergence": "reverse_kl", "top_k": 16}, roles=(*ROLES, "teacher"), batch=64, needs="grpo"
     ),
     "reward_model": replace(
-        ON_PAIRS, roles=("scorer",), of_pairs=0.75, steps=240, batch=32, learning_rate=2e-3, schedule="linear"
+        ON_PAIRS,
+        roles=("scorer",),
+        of_pairs=0.75,
+        steps=400,
+        batch=32,
+        learning_rate=6e-4,
+        schedule="linear",
+        warmup_steps=20,
+        policy_pairs=True,
+        needs="grpo",
     ),
     "ppo_reward_model": Recipe(
-        {"gae_lambda": 1.0, "critic_epochs": 2} | KL,
+        {"gae_lambda": 1.0, "critic_epochs": 2, "kl_coef": 0.5},
         algorithm="ppo",
         roles=("trainer", "generator", "critic", "reference", "learned_reward"),
+        filters=("running_normalisation",),
+        learning_rate=1e-4,
+        steps=16,
         batch=128,
         needs="reward_model",
     ),
@@ -118,7 +136,11 @@ RECIPES: dict[str, Recipe] = {
 def roles_of(recipe: Recipe, directory: Path, seed: int) -> dict[str, Any]:
     """The roles of a configuration; all run on one thread."""
     one = {"num_threads": 1}
-    rate = {"learning_rate": recipe.learning_rate, "schedule": recipe.schedule}
+    rate = {
+        "learning_rate": recipe.learning_rate,
+        "schedule": recipe.schedule,
+        "warmup_steps": recipe.warmup_steps,
+    }
     learner = {"backend": "fsdp", "options": {**rate, "adam_beta2": 0.95, **one}}
     frozen = {"kind": "trainer", "backend": "fsdp", "options": one}
     other = {"model": {"path": str(directory / f"{recipe.needs}-{seed}" / "model")}}
@@ -145,13 +167,14 @@ def configuration(name: str, seed: int, directory: Path) -> dict[str, Any]:
     recipe, data = RECIPES[name], directory / "data"
     train, heldout = ("pairs", HELDOUT_PAIRS) if recipe.pairs else ("train", "heldout")
     kind = {"format": "preference"} if recipe.pairs else {}
+    sources = [train, f"{recipe.needs}_pairs-{seed}"] if recipe.policy_pairs else [train]
     content: dict[str, Any] = {
         "name": f"{name}-{seed}",
         "output_dir": str(directory / f"{name}-{seed}"),
         "seed": seed,
         "model": {"path": str(directory / "sft" / "model")},
         "data": {
-            "train": [{"path": str(data / f"{train}.jsonl"), "name": "arithmetic", **kind}],
+            "train": [{"path": str(data / f"{file}.jsonl"), "name": "arithmetic", **kind} for file in sources],
             "eval": [{"path": str(data / f"{heldout}.jsonl"), "name": "arithmetic", **kind}],
         },
         "algorithm": {"name": recipe.algorithm or name, "options": dict(recipe.options)},
@@ -161,6 +184,8 @@ def configuration(name: str, seed: int, directory: Path) -> dict[str, Any]:
         "checkpoint": {"every": 10, "keep_last": 1},
         "log": {"progress": False, "rollouts": 16},
     }
+    if recipe.filters:
+        content["rollout"] = {"filters": [{"name": name} for name in recipe.filters]}
     if not recipe.pairs:
         content["sampling"] = {"max_tokens": 32, "temperature": 1.0}
     return content
@@ -231,7 +256,7 @@ def warm_start(directory: Path) -> None:
         }
         chatlearn("run", content, directory / "configs" / "sft.yaml")
     if not (data / "pairs.jsonl").exists():
-        pairs, mark = list(sampled_pairs(directory)), f"/{HELDOUT_PAIRS}/"
+        pairs, mark = list(sampled_pairs(directory, "to_pair", directory / "sampled")), f"/{HELDOUT_PAIRS}/"
         write_records(data / f"{HELDOUT_PAIRS}.jsonl", [pair for pair in pairs if mark in pair["id"]])
         write_records(data / "pairs.jsonl", [pair for pair in pairs if mark not in pair["id"]])
 
@@ -257,19 +282,39 @@ def make_model(directory: Path, problems: Sequence[arithmetic.Problem]) -> None:
     )
 
 
-def sampled_pairs(directory: Path) -> Iterator[dict[str, Any]]:
-    """Up to ``PAIRS_PER_PROMPT`` pairs of a right and a wrong completion that the warm start sampled, all different."""
+def policy_pairs(name: str, seed: int, directory: Path) -> None:
+    """Make pairs that the model of a run sampled for training problems, unless they are there."""
+    data = directory / "data"
+    file, prompts = data / f"{name}_pairs-{seed}.jsonl", "policy_to_pair"
+    if file.exists():
+        return
+    splits = arithmetic.split_problems(arithmetic.problems(["add"]), validation=0, heldout=NUM_HELDOUT, seed=0)
+    write_records(
+        data / f"{prompts}.jsonl", arithmetic.prompt_records(splits.train, "policy_pairs", NUM_PAIR_PROMPTS, 0)
+    )
+    model = directory / f"{name}-{seed}" / "model"
+    write_records(file, list(sampled_pairs(directory, prompts, directory / f"sampled_{name}-{seed}", model)))
+
+
+def sampled_pairs(directory: Path, prompts: str, run_dir: Path, model: Path | None = None) -> Iterator[dict[str, Any]]:
+    """Up to ``PAIRS_PER_PROMPT`` pairs of a right and a wrong completion of each prompt, all different.
+
+    ``model`` samples them, by default the warm start; ``prompts`` names a file of ``data``.
+    """
+    file = directory / "data" / f"{prompts}.jsonl"
     content = configuration("grpo", 0, directory) | {
-        "output_dir": str(directory / "sampled"),
-        "train": {"steps": 1, "prompts_per_step": NUM_PAIR_PROMPTS + NUM_HELDOUT_PAIR_PROMPTS},
+        "output_dir": str(run_dir),
+        "train": {"steps": 1, "prompts_per_step": len(file.read_text(encoding="utf-8").splitlines())},
         "checkpoint": {"every": 0, "export": False},
         "log": {"rollouts": 10**6, "progress": False},
     }
-    content["data"]["train"][0]["path"] = str(directory / "data" / "to_pair.jsonl")
-    if summary_of(directory / "sampled") is None:
-        chatlearn("run", content, directory / "configs" / "sampled.yaml")
-    file = directory / "sampled" / "rollouts" / "step_000001.jsonl"  # sampled before the first update
-    rows = (directory / "data" / "to_pair.jsonl").read_text(encoding="utf-8").splitlines()
+    content["data"]["train"][0]["path"] = str(file)
+    if model is not None:
+        content["model"] = {"path": str(model)}
+    if summary_of(run_dir) is None:
+        chatlearn("run", content, directory / "configs" / f"{run_dir.name}.yaml")
+    rows = file.read_text(encoding="utf-8").splitlines()
+    file = run_dir / "rollouts" / "step_000001.jsonl"  # sampled before the first update
     prompts = {row["id"]: row["prompt"] for row in map(json.loads, rows)}
     sampled: dict[str, tuple[dict[str, None], dict[str, None]]] = {name: ({}, {}) for name in prompts}
     for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
@@ -286,9 +331,25 @@ def run(name: str, seed: int, directory: Path) -> str:
     run_dir = directory / f"{name}-{seed}"
     if summary_of(run_dir) is not None:
         return "finished before"
+    if RECIPES[name].policy_pairs:
+        policy_pairs(RECIPES[name].needs, seed, directory)
     chatlearn("run", configuration(name, seed, directory), directory / "configs" / f"{name}-{seed}.yaml")
     (run_dir / "made.json").write_text(json.dumps({"commit": commit(), "date": today()}), encoding="utf-8")
     return "finished"
+
+
+def stages(wanted: Sequence[str]) -> list[list[str]]:
+    """The wanted recipes and those that they need; a stage needs only models of the stages before it."""
+    depths: dict[str, int] = {}
+
+    def add(name: str) -> int:
+        needs = RECIPES[name].needs
+        depths[name] = add(needs) + 1 if needs else 0
+        return depths[name]
+
+    for name in wanted:
+        add(name)
+    return [[name for name in RECIPES if depths.get(name) == depth] for depth in sorted(set(depths.values()))]
 
 
 def runs_of(name: str, directory: Path) -> list[Path]:
@@ -397,10 +458,10 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
 def plot(results: Sequence[Mapping[str, Any]]) -> str:
     """SVG of held-out accuracy: the warm start, what each recipe asks for, and after training.
 
-    A bar is the mean over seeds, a dot a seed.
+    A bar is the mean over seeds, a dot a seed; it is red where the seed did not reach what its recipe asks for.
     """
     names = [name for name in RECIPES if any(r["name"] == name and "after" in r for r in results)]
-    width, left, top, row = 760, 170, 56, 24
+    width, left, top, row = 760, 170, 76, 24
     scale, bottom = width - left - 60, top + row * len(names)
 
     def x(accuracy: float) -> str:
@@ -411,8 +472,14 @@ def plot(results: Sequence[Mapping[str, Any]]) -> str:
         'font-family="sans-serif" font-size="13">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{left}" y="18" font-weight="bold">Accuracy on held-out problems after training</text>',
-        f'<text x="{left}" y="36" fill="#555">red line: warm start; grey mark: what the recipe asks for; '
-        "bar: mean over seeds; dot: a seed</text>",
+        f'<rect x="{left}" y="30" width="18" height="10" fill="#9dc3e6"/>',
+        f'<text x="{left + 24}" y="40" fill="#555">mean over seeds</text>',
+        f'<circle cx="{left + 152}" cy="35" r="3" fill="#1f4e79"/>',
+        f'<text x="{left + 160}" y="40" fill="#555">a seed</text>',
+        f'<circle cx="{left + 222}" cy="35" r="3" fill="#c0392b"/>',
+        f'<text x="{left + 230}" y="40" fill="#555">a seed that misses its target</text>',
+        f'<path d="M{left + 434} 29V41" stroke="#777" stroke-width="2"/>',
+        f'<text x="{left + 442}" y="40" fill="#555">target</text>',
     ]
     for tenth in range(0, 11, 2):
         parts.append(f'<path d="M{x(tenth / 10)} {top - 6}V{bottom}" stroke="#ddd"/>')
@@ -426,12 +493,17 @@ def plot(results: Sequence[Mapping[str, Any]]) -> str:
             f'<text x="{left - 8}" y="{y + 16}" text-anchor="end">{name}</text>',
             f'<rect x="{left}" y="{y + 4}" width="{scale * mean:.1f}" height="{row - 8}" fill="#9dc3e6"/>',
             f'<path d="M{x(asked)} {y + 2}V{y + row - 2}" stroke="#777" stroke-width="2"/>',
-            *(f'<circle cx="{x(r["after"])}" cy="{y + row / 2:.0f}" r="3" fill="#1f4e79"/>' for r in runs),
+            *(
+                f'<circle cx="{x(r["after"])}" cy="{y + row / 2:.0f}" r="3" '
+                f'fill="{"#1f4e79" if r["met"] else "#c0392b"}"/>'
+                for r in runs
+            ),
             f'<text x="{left + scale + 10}" y="{y + 16}">{mean:.0%}</text>',
         ]
     if names:
         before = next(r["before"] for r in results if "before" in r)
-        parts.append(f'<path d="M{x(before)} {top - 6}V{bottom}" stroke="#c0392b" stroke-width="1.5"/>')
+        parts.append(f'<path d="M{x(before)} {top - 6}V{bottom}" stroke="#333" stroke-dasharray="4 3"/>')
+        parts.append(f'<text x="{x(before)}" y="{top - 10}" text-anchor="middle">warm start {before:.0%}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -447,11 +519,9 @@ def main() -> None:
     directory: Path = arguments.directory.resolve()
     warm_start(directory)
     wanted = [name for name in RECIPES if name in arguments.only]
-    needed = [RECIPES[name].needs for name in wanted if RECIPES[name].needs]
-    first = [name for name in RECIPES if name in needed]
     failed = 0
     with ThreadPoolExecutor(arguments.processes) as pool:
-        for stage in (first, [name for name in wanted if name not in first]):
+        for stage in stages(wanted):
             runs = {pool.submit(run, name, seed, directory): (name, seed) for seed in arguments.seeds for name in stage}
             for future in as_completed(runs):
                 error = future.exception()

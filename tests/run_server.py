@@ -19,10 +19,10 @@ from typing import Any
 PRELOADED = (
     "chatlearn_algorithms.grpo",
     "chatlearn_algorithms.plugin",
+    "chatlearn_cli.evaluation",
     "chatlearn_cli.main",
     "chatlearn_cli.progress_bar",
     "chatlearn_cli.run",
-    "chatlearn_core.executor.evaluation",
     "chatlearn_core.executor.run",
     "chatlearn_data.formats.prompt",
     "chatlearn_data.plugin",

@@ -108,6 +108,17 @@ def test_step_overhead() -> None:
     assert measured["workload"]["parameters"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.engine
+def test_episode_overhead() -> None:
+    result = run_benchmark("episode_overhead", "--quick")
+    [measured] = result["conversations"].values()
+    low, high = measured["over_engine_range"]
+    assert result["over_engine"] == measured["over_engine"]
+    assert 1.0 <= low <= measured["over_engine"] <= high
+    assert measured["compute_s"] < measured["engine_s"] < measured["rollouts_s"]
+
+
 @pytest.mark.grid
 @pytest.mark.engine
 def test_recovery() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,55 @@ def test_on_ray_a_dead_worker_is_rebuilt_and_makes_the_same_rollouts(
     events = [json.loads(line) for line in (two_turns.run_dir / "events.jsonl").read_text().splitlines()]
     [rebuilt] = [event for event in events if event["event"] == "environment_worker_rebuilt"]
     assert (rebuilt["role"], rebuilt["restart"]) == ("retry", 1)
+
+    def sampled(run_dir: Path) -> list[Any]:
+        lines = (run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+        keys = ("id", "token_ids", "reward", "generator_logprobs")
+        return [[json.loads(line)[key] for key in keys] for line in lines]
+
+    assert sampled(two_turns.run_dir) == sampled(whole)
+
+
+AGENT = """
+import json, os, sys, urllib.request
+
+messages = json.load(sys.stdin)["messages"]
+
+def ask():
+    body = json.dumps({"model": os.environ["CHATLEARN_MODEL"], "messages": messages}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+first = ask()
+messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "again"}]
+print(sum(map(str.isalpha, ask())))
+"""
+
+
+@pytest.mark.slow
+def test_on_ray_a_black_box_agent_makes_the_rollouts_of_the_local_runtime(
+    two_turns: Any, chatlearn: Any, tmp_path: Path
+) -> None:
+    """A program behind the gateway in workers of their own; bit for bit."""
+    content = two_turns.content
+    content["train"]["steps"] = 1
+    del content["roles"]["reference"], content["algorithm"]["options"]["kl_coef"]
+    options = {"command": [sys.executable, "-I", "-c", AGENT], "reward": "agent"}
+    content["roles"]["retry"] |= {"backend": "agent", "options": options}
+    content["runtime"] = {"backend": "local", "options": {"num_threads": 1}}
+    whole = tmp_path / "whole"
+    finished = chatlearn("run", two_turns.write(), f"output_dir={whole}")
+    assert finished.code == 0, finished.output
+    content["runtime"] = {"backend": "ray", "options": {"num_threads": 1}}
+    content["roles"]["retry"]["replicas"] = 2
+    finished = chatlearn("run", two_turns.write())
+    assert finished.code == 0, finished.output
+    [line] = [json.loads(line) for line in (two_turns.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert line["samples/trained"] == 12
+    assert line["environment/requests"] == 2
+    assert line["mismatch/prob_diff_mean"] < 1e-4
 
     def sampled(run_dir: Path) -> list[Any]:
         lines = (run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def test_pairs_are_of_different_completions_right_and_wrong(learning: Any, tmp_p
     sampled += [("b", 1.0, "5"), ("b", 1.0, "5."), ("c", 0.0, "6"), ("c", 1.0, "7"), ("c", 0.0, "8"), ("c", 0.0, "")]
     rows = [{"group": f"{name}@0", "reward": reward, "completion": text} for name, reward, text in sampled]
     (rollouts / "step_000001.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert list(learning.sampled_pairs(tmp_path)) == [
+    assert list(learning.sampled_pairs(tmp_path, "to_pair", tmp_path / "sampled")) == [
         {"prompt": "a", "chosen": "2", "rejected": "3", "id": "a/0"},
         {"prompt": "a", "chosen": "1 + 1 = 2", "rejected": "4", "id": "a/1"},
         {"prompt": "c", "chosen": "7", "rejected": "6", "id": "c/0"},
@@ -101,8 +102,15 @@ def test_pairs_are_of_different_completions_right_and_wrong(learning: Any, tmp_p
 
 
 def test_the_plot_shows_every_seed(learning: Any) -> None:
-    runs = [{"name": "grpo", "seed": i, "before": 0.4, "after": 0.6 + i / 10, "met": True} for i in range(2)]
+    runs = [{"name": "grpo", "seed": i, "before": 0.4, "after": 0.6 + i / 10, "met": i > 0} for i in range(2)]
     svg = learning.plot(runs)
-    assert svg.count("<circle") == 2
+    for colour in ("#1f4e79", "#c0392b"):  # one of each in the legend
+        assert len(re.findall(f'<circle [^>]*fill="{colour}"', svg)) == 2
     assert ">65%</text>" in svg
     assert learning.plot([]).endswith("</svg>\n")
+
+
+def test_what_a_recipe_needs_runs_in_an_earlier_stage(learning: Any) -> None:
+    assert learning.stages(["ppo_reward_model", "dpo"]) == [["grpo", "dpo"], ["reward_model"], ["ppo_reward_model"]]
+    config = learning.configuration("reward_model", 3, Path("runs"))
+    assert [Path(one["path"]).name for one in config["data"]["train"]] == ["pairs.jsonl", "grpo_pairs-3.jsonl"]

@@ -74,9 +74,9 @@ def test_loss_and_gradients_are_those_of_each_sequence_alone(
     tmp_path, caplog, make_trainer, make_batch, policy_loss, gradients_of, family
 ) -> None:
     path, batch = save(family, tmp_path), make_batch()
-    with caplog.at_level(logging.WARNING, logger="chatlearn_fsdp"):
+    with caplog.at_level(logging.WARNING, logger="chatlearn_hf"):
         trainer = make_trainer(path=path, grad_clip=None, max_tokens_per_micro_batch=64)
-    told = [record.message for record in caplog.records if record.name == "chatlearn_fsdp.trainer"]
+    told = [record.message for record in caplog.records if record.name == "chatlearn_hf.forward_check"]
     if family in PACKED:
         assert told == []
     else:

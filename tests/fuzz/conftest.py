@@ -27,8 +27,8 @@ SECONDS = "CHATLEARN_FUZZ_SECONDS"
 SEED = "CHATLEARN_FUZZ_SEED"
 HERE = Path(__file__).parent
 PRELOADED = (
+    "chatlearn_cli.evaluation",
     "chatlearn_cli.main",
-    "chatlearn_core.executor.evaluation",
     "chatlearn_core.executor.run",
     "chatlearn_local.runtime",
     "chatlearn_fsdp.trainer",

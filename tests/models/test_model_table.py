@@ -14,7 +14,7 @@ pytestmark = pytest.mark.models
 @pytest.mark.timeout(3600)
 def test_every_causal_model_type_is_right_or_refused(tmp_path) -> None:
     transformers.logging.set_verbosity_error()
-    logging.getLogger("chatlearn_fsdp").setLevel(logging.ERROR)
+    logging.getLogger("chatlearn_hf").setLevel(logging.ERROR)
     rows = [row_of(name, tmp_path / name.replace(" ", "_")) for name in names()]
     write_table(rows)
     assert not [row for row in rows if row.is_wrong]

@@ -9,10 +9,8 @@ reward head.
 
 from __future__ import annotations
 
-import json
 import pickle
 import warnings
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,15 +29,25 @@ from transformers import PreTrainedModel
 from chatlearn_core.exceptions import CheckpointError
 from chatlearn_core.metrics.durable_files import file_facts
 from chatlearn_core.types import FileFacts
-from chatlearn_fsdp.options import LoraOptions
 from chatlearn_fsdp.sharded_reader import ShardedReader, TensorPlanner
 from chatlearn_fsdp.sharding import RankGroup, copy_whole
 from chatlearn_hf.checkpoint_names import CheckpointLayout
 from chatlearn_hf.lora import adapter_state
+from chatlearn_trainer_kit.checkpoint_files import (
+    TRAINER_FILE,
+    random_file,
+    random_state,
+    read_pickle,
+    read_record,
+    set_random_state,
+    unreadable,
+    write_record,
+)
 from chatlearn_trainer_kit.optimizer import allocate_state, optimizer_tensors
+from chatlearn_trainer_kit.options import LoraOptions
 
 FORMAT = 1
-WEIGHTS_FILE, OPTIMIZER_FILE, SHARDS, TRAINER_FILE = "weights.safetensors", "optimizer.pt", "shards", "trainer.json"
+WEIGHTS_FILE, OPTIMIZER_FILE, SHARDS = "weights.safetensors", "optimizer.pt", "shards"
 
 
 @dataclass(slots=True)
@@ -93,13 +101,13 @@ def save(directory: Path, state: TrainerState) -> dict[str, FileFacts]:
         moments = {
             name: {key: _whole(tensor) for key, tensor in entry.items()} for name, entry in state.moments().items()
         }
-        torch.save({"optimizer": moments, "random": _random_state(state.device)}, directory / OPTIMIZER_FILE)
+        torch.save({"optimizer": moments, "random": random_state(state.device)}, directory / OPTIMIZER_FILE)
     else:
         save_sharded(
             _sharded_content(state, with_optimizer=state.updates > 0),
             checkpoint_id=directory / SHARDS,
         )
-        torch.save(_random_state(state.device), directory / _random_file(state.rank))
+        torch.save(random_state(state.device), directory / random_file(state.rank))
         state.ranks.barrier()
     if state.rank == 0:
         record = state.identity() | {
@@ -108,7 +116,7 @@ def save(directory: Path, state: TrainerState) -> dict[str, FileFacts]:
             "world_size": state.ranks.size if state.ranks is not None else 1,
             "sharded": state.ranks is not None,
         }
-        (directory / TRAINER_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_record(directory, record)
     facts = file_facts(directory, _own_files(directory, state))
     if state.ranks is not None:
         state.ranks.barrier()
@@ -120,7 +128,7 @@ def _own_files(directory: Path, state: TrainerState) -> list[str]:
     if state.ranks is None:
         return [WEIGHTS_FILE, OPTIMIZER_FILE, TRAINER_FILE]
     shards = [f"{SHARDS}/{path.name}" for path in (directory / SHARDS).glob(f"__{state.rank}_*.distcp")]
-    own = [*shards, _random_file(state.rank)]
+    own = [*shards, random_file(state.rank)]
     return [*own, f"{SHARDS}/.metadata", TRAINER_FILE] if state.rank == 0 else own
 
 
@@ -137,13 +145,13 @@ def load(directory: Path, state: TrainerState) -> None:
     Raises:
         CheckpointError: a file is missing, truncated, or of another model.
     """
-    record = _read_record(directory / TRAINER_FILE, state)
+    record = read_record(directory, state.identity())
     state.updates = int(record["updates"])
     has_moments = bool(record["trainable"]) and state.updates > 0
     if state.optimizer is not None:
         state.optimizer.state.clear()
         if has_moments:
-            allocate_state(state.optimizer, state.model)
+            allocate_state(state.optimizer, state.model.parameters())
     if record["sharded"]:
         _load_sharded(directory, state, has_moments)
     else:
@@ -155,12 +163,12 @@ def _load_single(directory: Path, state: TrainerState, has_moments: bool) -> Non
     try:
         saved = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise _unreadable(file, error) from error
+        raise unreadable(file, error) from error
     _copy_all(saved, state.weights(), file)
     file = directory / OPTIMIZER_FILE
-    content = _read_pickle(file)
+    content = read_pickle(file)
     if not all(isinstance(content.get(part), dict) for part in ("optimizer", "random")):
-        raise _unreadable(file, ValueError("it lacks optimizer state or random state"))
+        raise unreadable(file, ValueError("it lacks optimizer state or random state"))
     if state.optimizer is not None and has_moments:
         live = state.moments()
         if content["optimizer"].keys() != live.keys():
@@ -171,7 +179,7 @@ def _load_single(directory: Path, state: TrainerState, has_moments: bool) -> Non
         for name, entry in content["optimizer"].items():
             _copy_all(entry, live[name], file)
     if state.ranks is None:
-        _set_random_state(content["random"], state.device, file)
+        set_random_state(content["random"], state.device, file)
 
 
 def _load_sharded(directory: Path, state: TrainerState, has_moments: bool) -> None:
@@ -184,12 +192,12 @@ def _load_sharded(directory: Path, state: TrainerState, has_moments: bool) -> No
                 content, storage_reader=ShardedReader(shards), planner=TensorPlanner(), no_dist=state.ranks is None
             )
     except CheckpointException as error:
-        raise _unreadable(shards, error) from error
+        raise unreadable(shards, error) from error
     except (OSError, pickle.UnpicklingError) as error:
-        raise _unreadable(shards, error) from error
-    random_file = directory / _random_file(state.rank)
-    if random_file.exists():
-        _set_random_state(_read_pickle(random_file), state.device, random_file)
+        raise unreadable(shards, error) from error
+    file = directory / random_file(state.rank)
+    if file.exists():
+        set_random_state(read_pickle(file), state.device, file)
 
 
 def _sharded_content(state: TrainerState, *, with_optimizer: bool) -> dict[str, Any]:
@@ -216,61 +224,3 @@ def _only_in_one(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str:
     """Name up to four entries that only the checkpoint has, and up to four that only the model has."""
     only = {"checkpoint": saved.keys() - live.keys(), "model": live.keys() - saved.keys()}
     return "; ".join(f"only the {where} has {', '.join(sorted(names)[:4])}" for where, names in only.items() if names)
-
-
-def _read_record(file: Path, state: TrainerState) -> dict[str, Any]:
-    if not file.is_file():
-        raise CheckpointError(f"{file.parent} is not a complete trainer checkpoint: {file.name} is missing")
-    try:
-        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        different = {key: record[key] for key, value in state.identity().items() if record[key] != value}
-    except (ValueError, KeyError, TypeError) as error:
-        raise _unreadable(file, error) from error
-    if different:
-        own = state.identity()
-        lines = ", ".join(f"{key} {value!r} (this trainer: {own[key]!r})" for key, value in different.items())
-        raise CheckpointError(f"{file.parent} is a checkpoint of another model or version: {lines}")
-    return record
-
-
-def _read_pickle(file: Path) -> dict[str, Any]:
-    try:
-        content: Any = torch.load(file, map_location="cpu", weights_only=True)
-        if not isinstance(content, dict):
-            raise TypeError(f"it contains a {type(content).__name__}")
-    except (OSError, RuntimeError, EOFError, TypeError, zipfile.BadZipFile) as error:
-        raise _unreadable(file, error) from error
-    except pickle.UnpicklingError as error:  # torch's message advises executing the file
-        raise CheckpointError(
-            f"cannot read {file}: it is damaged or contains objects other than tensors; nothing in it was executed. Use"
-            " an earlier checkpoint from a source that you trust."
-        ) from error
-    return content
-
-
-def _unreadable(file: Path, error: BaseException) -> CheckpointError:
-    reason = str(error).splitlines()[0] if str(error) else "no details"
-    return CheckpointError(
-        f"cannot read {file}: {type(error).__name__}: {reason}. It is missing, truncated or damaged; use an earlier"
-        " checkpoint."
-    )
-
-
-def _random_file(rank: int) -> str:
-    return f"random_{rank}.pt"
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def _set_random_state(state: Mapping[str, Tensor], device: torch.device, file: Path) -> None:
-    try:
-        torch.set_rng_state(state["cpu"])
-        if device.type == "cuda" and "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], device)
-    except (KeyError, TypeError, RuntimeError, AttributeError) as error:
-        raise _unreadable(file, error) from error

@@ -12,19 +12,21 @@ from transformers import PreTrainedModel
 
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_fsdp.engine_arguments import check_engine_arguments
-from chatlearn_fsdp.options import FSDPOptions, LoraOptions
-from chatlearn_fsdp.sharding import RankGroup, blend, copy_whole, local_rows, shard_model
-from chatlearn_fsdp.shards import held_rows, takes_tensors
-from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout
+from chatlearn_fsdp.options import FSDPOptions
+from chatlearn_fsdp.sharding import RankGroup, copy_whole, local_rows, shard_model
+from chatlearn_fsdp.shards import held_rows
+from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout, takes_tensors
 from chatlearn_hf.forward_check import loaded_attention, with_attention
 from chatlearn_hf.heads import drawn_head, load_model
-from chatlearn_hf.lora import LoraSettings, add_adapters, base_state, draw_adapters
+from chatlearn_hf.lora import LoraSettings, base_state, draw_adapters
 from chatlearn_hf.meta_start import CheckpointFiles, build_on_meta, local_directory, restore_buffers
 from chatlearn_hf.model_directory import load_config, wrong_weights
 from chatlearn_hf.packed_forward import PackedModel, decoder_layers
-from chatlearn_hf.training_noise import configured_noise
+from chatlearn_hf.training_model import log_noise, training_model
 from chatlearn_hf.ulysses import check_heads
 from chatlearn_trainer_kit.offload import own_storage
+from chatlearn_trainer_kit.options import LoraOptions
+from chatlearn_trainer_kit.weight_loader import blend
 
 logger = logging.getLogger(__name__)
 
@@ -197,41 +199,20 @@ def read_model(
 
 
 def _prepare(model: PreTrainedModel, options: FSDPOptions, context: RoleContext, source: ModelSource) -> PackedModel:
-    model.requires_grad_(context.trainable)
-    if options.lora is not None:
-        add_adapters(model, lora_settings(options.lora))
-        if not context.trainable:
-            model.requires_grad_(False)
-    if context.trainable:
-        _log_noise(model, options, context)
-    if options.gradient_checkpointing and context.trainable:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return PackedModel(model, source.head, options.logits_chunk_tokens)
-
-
-def _log_noise(model: PreTrainedModel, options: FSDPOptions, context: RoleContext) -> None:
-    """Log the noise of the model's configuration that training leaves out, and the noise that it applies."""
-    configured = [f"{name} {value:g}" for name, value in configured_noise(model.config).items()]
-    applied = configured if options.dropout else []
-    if options.lora is not None and options.lora.dropout:
-        applied = [*applied, f"lora.dropout {options.lora.dropout:g}"]
-    if context.rank != 0:
-        return
-    if configured and not options.dropout:
-        logger.warning(
-            "roles.%s trains without the noise that %s requests in its config.json (%s); set options.dropout to true"
-            " to apply it",
-            context.role,
-            context.model.path if context.model is not None else "its model",
-            ", ".join(configured),
-        )
-    if applied:
-        logger.warning(
-            "roles.%s trains with noise (%s): an update computes other logprobs than those computed before it, so"
-            " importance ratios of an on-policy update are not 1",
-            context.role,
-            ", ".join(applied),
-        )
+    lora = lora_settings(options.lora) if options.lora is not None else None
+    packed = training_model(
+        model,
+        source.head,
+        trainable=context.trainable,
+        lora=lora,
+        gradient_checkpointing=options.gradient_checkpointing,
+        logits_chunk_tokens=options.logits_chunk_tokens,
+        distribution="chatlearn-fsdp",
+    )
+    if context.trainable and context.rank == 0:
+        lora_dropout = lora.dropout if lora is not None else 0.0
+        log_noise(model, context.role, source.path, dropout=options.dropout, lora_dropout=lora_dropout)
+    return packed
 
 
 def lora_settings(options: LoraOptions) -> LoraSettings:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -20,13 +19,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from chatlearn_core.exceptions import BackendError, ConfigError
+from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import RoleContext
-from chatlearn_core.types import Box
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_hf.ulysses import UlyssesGroup
-from chatlearn_hosting.engine_side.private_store import PrivateStore
-from chatlearn_hosting.rendezvous import group_interfaces, make_default_group
+from chatlearn_hosting.rendezvous import group_interfaces
+from chatlearn_hosting.role_group import RoleGroup, join_role_group
+from chatlearn_trainer_kit.weight_loader import blend
 
 
 @dataclass(slots=True)
@@ -41,9 +40,7 @@ class RankGroup:
     ulysses: UlyssesGroup | None
     data_parallel_rank: int
     data_parallel_size: int
-    owns_process_group: bool
-    store: PrivateStore | None = None
-    """Store of the rendezvous; the process group continues to use it."""
+    group: RoleGroup
 
     @property
     def size(self) -> int:
@@ -56,21 +53,15 @@ class RankGroup:
 
     def all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduce over all ranks, in place."""
-        dist.all_reduce(values, operation)
-        return values
+        return self.group.all_reduce(values, operation)
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        dist.barrier()
+        self.group.barrier()
 
     def close(self) -> None:
-        """Leave the process group if this trainer created it. A repeated call does nothing."""
-        if self.owns_process_group and dist.is_initialized():
-            dist.destroy_process_group()
-        self.owns_process_group = False
-        store, self.store = self.store, None
-        if store is not None:
-            store.close()
+        """Leave the process group. A repeated call does nothing."""
+        self.group.close()
 
 
 def mesh_sizes(options: FSDPOptions, context: RoleContext) -> tuple[int, int, int]:
@@ -95,45 +86,12 @@ def join_ranks(options: FSDPOptions, context: RoleContext) -> RankGroup:
         BackendError: there is no rendezvous, another process group exists, or a rank did not join in time.
     """
     sizes = mesh_sizes(options, context)
-    with group_interfaces(context.rendezvous):
-        store: PrivateStore | None = None
-        owns = not dist.is_initialized()
-        if owns:
-            store = _make_process_group(context)
-        elif dist.get_world_size() != context.world_size or dist.get_rank() != context.rank:
-            raise BackendError(
-                f"role {context.role!r} is rank {context.rank} of {context.world_size}, but this process already"
-                f" belongs to a process group as rank {dist.get_rank()} of {dist.get_world_size()}"
-            )
-        return _make_meshes(context, sizes, owns_process_group=owns, store=store)
-
-
-def _make_process_group(context: RoleContext) -> PrivateStore | None:
-    """Initialise the process group. Returns the store of the ranks, if they need one."""
     backend = "cpu:gloo,cuda:nccl" if torch.device(context.device).type == "cuda" else "gloo"
-    if context.rendezvous is None:
-        if context.world_size > 1:
-            raise BackendError(
-                f"role {context.role!r} rank {context.rank} of {context.world_size} got no rendezvous; the runtime"
-                " must give every rank the same tcp://host:port"
-            )
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        return None
-    try:
-        return make_default_group(
-            backend,
-            context.rendezvous,
-            rank=context.rank,
-            world_size=context.world_size,
-            secret=context.rendezvous_secret,
-        )
-    except BackendError as error:
-        raise BackendError(f"role {context.role!r}: {error}") from error
+    with group_interfaces(context.rendezvous):
+        return _make_meshes(context, sizes, join_role_group(context, backend))
 
 
-def _make_meshes(
-    context: RoleContext, sizes: tuple[int, int, int], *, owns_process_group: bool, store: PrivateStore | None
-) -> RankGroup:
+def _make_meshes(context: RoleContext, sizes: tuple[int, int, int], group: RoleGroup) -> RankGroup:
     replicate, shard, ulysses = sizes
     device = torch.device(context.device)
     if replicate > 1:
@@ -144,7 +102,7 @@ def _make_meshes(
     if ulysses > 1:
         slices = init_device_mesh(device.type, (replicate * shard, ulysses), mesh_dim_names=("slice", "ulysses"))
         rows = UlyssesGroup(slices.get_group("ulysses"))
-    return RankGroup(mesh, rows, context.rank // ulysses, replicate * shard, owns_process_group, store)
+    return RankGroup(mesh, rows, context.rank // ulysses, replicate * shard, group)
 
 
 def shard_model(
@@ -239,16 +197,6 @@ def copy_whole(source: Tensor, target: Tensor, decay: float = 0.0) -> None:
         blend(source[start : start + local.shape[0]], local, decay)
 
 
-def blend(source: Tensor, target: Tensor, decay: float) -> None:
-    """Set ``target = decay * target + (1 - decay) * source``, in the target's dtype and on its device;
-    decay 0 copies.
-    """
-    if decay == 0.0 or not target.is_floating_point():
-        target.copy_(source)
-    else:
-        target.mul_(decay).add_(source.to(target.device, target.dtype), alpha=1 - decay)
-
-
 def box_of_rows(view: Tensor, rows: tuple[int, int], row_elements: int) -> tuple[int, int]:
     """Return the rows of ``view`` inside rows [start, stop) of the contiguous tensor it is a view of.
 
@@ -265,8 +213,3 @@ def box_of_rows(view: Tensor, rows: tuple[int, int], row_elements: int) -> tuple
     extent = 1 + sum((n - 1) * s for n, s in zip(view.shape[1:], view.stride()[1:], strict=True))
     inside = [i for i in range(view.shape[0]) if offset + i * step >= first and offset + i * step + extent <= last]
     return (inside[0], inside[-1] + 1) if inside else (0, 0)
-
-
-def full_box(shape: tuple[int, ...]) -> Box:
-    """Return the box that covers a tensor: ``((0, 4), (0, 8))`` for shape (4, 8)."""
-    return tuple((0, size) for size in shape)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from chatlearn_fsdp.sharding import box_of_rows
-from chatlearn_hf.checkpoint_names import CheckpointLayout, StateTensor
+from chatlearn_hf.checkpoint_names import StateTensor
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,11 +22,6 @@ class HeldRows:
     first: int
     last: int
     view: Tensor
-
-
-def takes_tensors(layout: CheckpointLayout) -> bool:
-    """Whether every checkpoint tensor lies in the model as a view, so that each can be written alone."""
-    return all(entry.parts is not None and entry.shape for entry in layout.tensors)
 
 
 def held_rows(entry: StateTensor, local: Tensor, start: int) -> Iterator[HeldRows]:

@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from chatlearn_core.types import WeightManifest, WeightShard
-from chatlearn_core.types.boxes import overlap
-from chatlearn_fsdp.sharding import blend, full_box, local_rows
+from chatlearn_core.types.boxes import full_box, overlap
+from chatlearn_fsdp.sharding import local_rows
 from chatlearn_fsdp.shards import HeldRows, held_rows
 from chatlearn_hf.checkpoint_names import CheckpointLayout
 from chatlearn_hf.lora import base_state
-from chatlearn_trainer_kit.weight_loader import TrainerWeightLoader
+from chatlearn_trainer_kit.weight_loader import TrainerWeightLoader, blend
 
 
 @dataclass(slots=True, frozen=True)

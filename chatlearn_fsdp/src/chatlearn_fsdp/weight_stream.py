@@ -10,31 +10,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from chatlearn_core.protocols import ModelSource
-from chatlearn_core.types import TensorSpec, WeightManifest, WeightShard
-from chatlearn_fsdp.sharding import full_box, is_first_copy, local_rows, whole
+from chatlearn_core.types import WeightShard
+from chatlearn_core.types.boxes import full_box
+from chatlearn_fsdp.sharding import is_first_copy, local_rows, whole
 from chatlearn_fsdp.shards import held_rows
 from chatlearn_hf.checkpoint_names import CheckpointLayout, StateTensor, state_tensor_parts
-from chatlearn_hf.generation_end import stop_at_end_of_turn
-from chatlearn_hf.lora import Adapter, LoraSettings, adapter_config, adapter_names, adapters, base_state
-from chatlearn_hf.model_directory import load_tokenizer
-from chatlearn_hf.progress_bars import no_progress_bars
-
-EXPORT_OWNER = 0
-"""The rank that writes model directories, and that sends tensors which are not spread over ranks."""
+from chatlearn_hf.lora import Adapter, adapter_names, adapters, base_state
+from chatlearn_hf.weight_export import EXPORT_OWNER, spread_over_ranks, write_model_directory
 
 
 def stream_full(model: PreTrainedModel, layout: CheckpointLayout, num_ranks: int) -> Iterator[WeightShard]:
-    """Yield whole tensors, gathered one at a time if sharded, on every rank in the layout's order.
-
-    Every rank has the gathered tensors, so sending is spread: a tensor's owner is the rank that owns the fewest bytes
-    so far, the lowest of several. All ranks determine the same owner.
+    """Yield whole tensors, gathered one at a time if sharded, on every rank in the layout's order; see
+    ``spread_over_ranks``.
     """
-    owned_bytes = [0] * num_ranks
-    for entry, tensor in _whole_tensors(model, layout):
-        for name, part in state_tensor_parts(model, entry, tensor):
-            shape, owner = tuple(part.shape), owned_bytes.index(min(owned_bytes))
-            owned_bytes[owner] += part.nbytes
-            yield WeightShard(name, shape, full_box(shape), owner, part)
+    return spread_over_ranks(model, _whole_tensors(model, layout), num_ranks)
 
 
 def stream_boxes(model: PreTrainedModel, layout: CheckpointLayout, rank: int) -> Iterator[WeightShard]:
@@ -66,16 +55,6 @@ def stream_boxes(model: PreTrainedModel, layout: CheckpointLayout, rank: int) ->
                 yield WeightShard(held.name, held.shape, box, rank, held.view)
 
 
-def adapter_manifest(model: PreTrainedModel, settings: LoraSettings) -> WeightManifest:
-    """Return the manifest of the adapters, by peft's names, with their configuration."""
-    specs: dict[str, TensorSpec] = {}
-    adapter_of = adapters(model)
-    for weight, names in adapter_names(model).items():
-        for name, tensor in zip(names, (adapter_of[weight].down, adapter_of[weight].up), strict=True):
-            specs[name] = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    return WeightManifest(specs, adapter=adapter_config(model, settings))
-
-
 def stream_adapter(model: PreTrainedModel) -> Iterator[WeightShard]:
     """Yield the adapters' tensors, gathered one at a time if sharded, on every rank in the same order."""
     adapter_of = adapters(model)
@@ -92,18 +71,7 @@ def export_model(
     """Write ``config.json``, safetensors under checkpoint names, the tokenizer, and the stop tokens. Collective; rank 0
     writes.
     """
-    gathered: dict[str, Tensor] = {}
-    for entry, tensor in _whole_tensors(model, layout):
-        if rank == EXPORT_OWNER:
-            gathered[entry.key] = tensor.cpu()
-    if rank != EXPORT_OWNER:
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    with no_progress_bars():
-        model.save_pretrained(directory, state_dict=gathered)
-    tokenizer = load_tokenizer(source.tokenizer_path, trust_remote_code=source.trust_remote_code)
-    tokenizer.save_pretrained(directory)
-    stop_at_end_of_turn(directory, tokenizer)
+    write_model_directory(model, _whole_tensors(model, layout), source, directory, rank)
 
 
 def _whole_tensors(model: PreTrainedModel, layout: CheckpointLayout) -> Iterator[tuple[StateTensor, Tensor]]:

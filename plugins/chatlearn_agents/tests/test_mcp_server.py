@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,10 @@ async def hangs() -> str:
 def pid() -> str:
     return str(os.getpid())
 
+@server.tool()
+def dies() -> str:
+    os._exit(3)
+
 server.run()
 """
 
@@ -68,7 +73,7 @@ def served(program: str) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.slow
 async def test_calls(served: dict[str, Any]) -> None:
-    assert set(served) == {"my_add", "my_fails", "my_hangs", "my_pid"}
+    assert set(served) == {"my_add", "my_fails", "my_hangs", "my_pid", "my_dies"}
     assert served["my_add"].description == "Add two numbers."
     assert served["my_add"].parameters["required"] == ["a", "b"]
     results = await asyncio.gather(*(served["my_add"].run({"a": number, "b": 1}) for number in range(3)))
@@ -89,5 +94,27 @@ def test_servers_that_do_not_serve(program: str) -> None:
     silent = (sys.executable, "-S", "-c", "import time; time.sleep(60)")
     with pytest.raises(BackendError, match=r"did not list its tools within 0.3 s \(start_timeout_s\)"):
         McpServer(McpOptions(command=silent, start_timeout_s=0.3)).open()
-    with pytest.raises(ConfigError, match="has no tool 'subtract'; it has add, fails, hangs, pid"):
+    with pytest.raises(ConfigError, match="has no tool 'subtract'; it has add, fails, hangs, pid, dies"):
         McpServer(McpOptions(command=(sys.executable, program), tools=("subtract",), start_timeout_s=120)).open()
+
+
+@pytest.mark.slow
+async def test_a_server_that_ended_is_started_again(program: str) -> None:
+    server = McpServer(McpOptions(command=(sys.executable, program), start_timeout_s=120, max_restarts=2))
+    tools = {tool.name: tool for tool in server.open()}
+    try:
+        pids = {await tools["pid"].run({})}
+        with pytest.raises(BackendError, match="the server of this tool ended before it answered"):
+            await tools["dies"].run({})
+        pids |= set(await asyncio.gather(tools["pid"].run({}), tools["pid"].run({})))
+        assert (len(pids), server.num_restarts) == (2, 1), "calls that wait for one restart share it"
+        os.kill(int(await tools["pid"].run({})), signal.SIGKILL)
+        with pytest.raises(BackendError, match="ended before it answered"):
+            await tools["add"].run({"a": 1, "b": 1})
+        assert await tools["add"].run({"a": 1, "b": 1}) == "2"
+        with pytest.raises(BackendError, match="ended before it answered"):
+            await tools["dies"].run({})
+        with pytest.raises(ToolError, match=r"has ended, and was started again 2 times \(max_restarts\)"):
+            await tools["add"].run({"a": 1, "b": 1})
+    finally:
+        server.close()

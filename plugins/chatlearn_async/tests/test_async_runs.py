@@ -73,9 +73,11 @@ async def test_steps_train_on_the_samples_of_sync_within_the_bound(runs: Any, co
     assert drawn[0]["generators"]["generator"][0], "a replica sampled"
 
 
-@pytest.mark.parametrize("how", ["abort", "pause", "wait"])
+@pytest.mark.parametrize(
+    ("how", "fleet_rule"), [("abort", "barrier"), ("pause", "barrier"), ("wait", "barrier"), ("wait", "rolling")]
+)
 async def test_every_token_has_the_version_and_the_logprob_of_the_weights_that_sampled_it(
-    how: str, runs: Any, completed: Any
+    how: str, fleet_rule: str, runs: Any, completed: Any
 ) -> None:
     """The generator samples by keyed random numbers; here only that versions rise within a completion, and whether it
     has several, depends on what a weight sync does.
@@ -85,10 +87,11 @@ async def test_every_token_has_the_version_and_the_logprob_of_the_weights_that_s
     def keep(step: int, samples: Any) -> None:
         spans.extend([(s.start, s.stop, s.version) for s in sample.turns[0].version_spans] for sample in samples)
 
-    run = runs.make(how, {**STALE, "options": {"during_sync": how}}, SLOW)
+    run = runs.make(how, {**STALE, "options": {"during_sync": how}}, SLOW, f"weight_sync.fleet_rule={fleet_rule}")
     run.observers = Observers([Observer("chatlearn_rollout_end", "test 1", keep, ("step", "samples"))])
     await run.train()
     assert len(spans) == 36
+    assert {span[0][2] for span in spans} > {0, 1}, "later weights sampled, too"
     for of_sample in spans:
         assert [start for start, _, _ in of_sample] == [0, *(stop for _, stop, _ in of_sample[:-1])]
         assert [version for _, _, version in of_sample] == sorted({version for _, _, version in of_sample})

@@ -17,9 +17,11 @@ from chatlearn_core.exceptions import CheckpointError, ConfigError, Interrupted
 from chatlearn_core.executor.progress import RunListener
 from chatlearn_core.plugins.observers import Observer, Observers
 from chatlearn_testing.fakes.bigram import build_bigram_model
+from chatlearn_testing.fakes.generator import FakeGenerator
+from chatlearn_testing.fakes.reward import FakeReward
 
-ORIGIN = ("training/epoch",)
-"""Metrics of drawing, which a run on recorded rollouts does not do."""
+ORIGIN = ("training/epoch", "sync/")
+"""Metrics of drawing and of weight syncs, which a run on recorded rollouts does not do."""
 
 
 class StopAfter(RunListener):
@@ -87,6 +89,29 @@ async def test_each_step_trains_on_the_next_groups_and_a_stopped_run_goes_on_wit
     with pytest.raises(Interrupted):
         await running
     assert await completed("stopped", reading(folder)) == expected
+
+
+async def test_generators_and_rewards_start_only_for_evaluations(
+    runs: Any, completed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = await recorded(runs, "rollouts", "train.steps=2")
+    started: list[str] = []
+    for kind in (FakeGenerator, FakeReward):
+
+        def setup(self: Any, original: Any = kind.setup) -> None:
+            started.append(type(self).__name__)
+            original(self)
+
+        monkeypatch.setattr(kind, "setup", setup)
+    alone = await completed("alone", reading(folder), "train.steps=2")
+    assert started == []
+    assert not any(name.startswith("sync/") for line in alone["metrics"] for name in line)
+    assert not (runs.folder / "alone" / "events.jsonl").exists(), "no weight sync is announced"
+    runs.content["data"]["eval"] = [{**runs.content["data"]["train"][0], "limit": 2}]
+    evaluated = await completed("evaluated", reading(folder), "train.steps=2")
+    assert set(started) == {"FakeGenerator", "FakeReward"}
+    assert "eval/reward" in evaluated["metrics"][-1]
+    assert evaluated["model"] == alone["model"]
 
 
 async def test_another_number_of_prompts_per_step_trains_on_the_same_groups(runs: Any, completed: Any) -> None:

@@ -97,6 +97,28 @@ def test_several_turns_and_messages() -> None:
     assert stitched == renderer.prompt(messages).token_ids.tolist(), "the text encodes unambiguously here"
 
 
+def test_a_text_that_follows_many_turns_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tokenizer_of(CHATML, "<|im_end|>")
+    renderer = ChatTemplateRenderer(tokenizer)
+    encoded: list[str] = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **settings: encoded.append(text) or encode(text, **settings))
+
+    def behind(answer: str, reply: str, end: int | None) -> list[int]:
+        turn, again = {"role": "assistant", "content": answer}, {"role": "user", "content": reply}
+        return renderer.continuation([QUESTION, turn, again], 1, end).tolist()
+
+    first = behind("two", "wrong", tokenizer.eos_token_id)
+    assert behind("three", "wrong", tokenizer.eos_token_id) == first
+    assert len(encoded) == 1
+    assert behind("three", "wrong", None) == [tokenizer.eos_token_id, *first], "a turn that a limit ended"
+    assert behind("three", "again", tokenizer.eos_token_id) != first
+    for number in range(300):
+        behind("two", f"no {number}", tokenizer.eos_token_id)
+    assert len(renderer._replies) <= 256
+    assert behind("four", "wrong", tokenizer.eos_token_id) == first
+
+
 @pytest.mark.parametrize(
     ("messages", "words"),
     [

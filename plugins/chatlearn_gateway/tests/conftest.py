@@ -73,12 +73,21 @@ def serve(gateway: Gateway, tokenizer: Any, scripted: Any) -> Iterator[Callable[
     made: list[Served] = []
 
     def make(
-        *texts: str, max_tokens: int = 1000, max_turns: int | None = None, turn_tokens: int = 500, **settings: Any
+        *texts: str,
+        max_tokens: int = 1000,
+        max_turns: int | None = None,
+        turn_tokens: int = 500,
+        overrides: bool = False,
+        **settings: Any,
     ) -> Served:
         generator = scripted(*texts, **settings)
         prompt = Prompt("p", np.array([5, 6], np.int64), "what is 1 + 1?")
         order = RolloutOrder("p@0#0", "p@0", prompt, SamplingParams(turn_tokens), 7, max_tokens, 60.0, max_turns)
-        session = Session(RolloutContext(order, tokenizer, generator), TurnReader(ChatTemplateRenderer(tokenizer)))
+        session = Session(
+            RolloutContext(order, tokenizer, generator),
+            TurnReader(ChatTemplateRenderer(tokenizer)),
+            overrides_sampling=overrides,
+        )
         served = Served(gateway, generator, session, gateway.open(session))
         made.append(served)
         return served

@@ -342,12 +342,77 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_is_not_trained_on(
     await served.gateway._application()(scope, receive, send)
     assert sent[0]["status"] == 200
     assert served.session.counts.disconnected == 1
-    assert served.session.samples() == []
+    [unread] = served.session.samples()
+    assert unread.exclusion == "client disconnected"
     async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key, max_retries=0) as api:
         answer = await api.chat.completions.create(model="policy", messages=QUESTION)
     assert answer.choices[0].message.content == "short"
-    [sample] = served.session.samples()
-    assert len(sample.turns) == 1
+    sample, excluded = served.session.samples()
+    assert (sample.id, sample.exclusion, len(sample.turns)) == ("p@0#0", None, 1)
+    assert (excluded.id, excluded.exclusion, excluded.num_completion_tokens) == ("p@0#0/1", "client disconnected", 101)
+    assert sample.sequence_data["environment/disconnected"] == 1
+
+
+async def test_a_turn_that_the_buffers_took_but_the_client_did_not_read_is_excluded(serve: Any) -> None:
+    served = serve("two", "y" * 400, "again")
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key, max_retries=0) as api:
+        first = await api.chat.completions.create(model="policy", messages=QUESTION)
+        message = first.choices[0].message.model_dump(exclude_none=True)
+        messages: Any = [*QUESTION, message, {"role": "user", "content": "go on"}]
+    host, port = served.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    body = json.dumps({"model": "policy", "messages": messages, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {served.key}\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    assert b"200" in await reader.readline()
+    await asyncio.to_thread(until, lambda: bool(served.session.samples()[0].turns[1:]))
+    writer.transport.abort()
+    await asyncio.to_thread(until, lambda: served.session.counts.disconnected == 1)
+    kept, unread = await served.gateway.call(served.session.samples)
+    assert (len(kept.turns), kept.exclusion) == (1, None)
+    assert (unread.exclusion, unread.num_completion_tokens) == ("client disconnected", 401)
+    assert unread.token_ids[: len(kept.token_ids)].tolist() == kept.token_ids.tolist()
+    assert not unread.loss_mask[: len(kept.token_ids)].any(), "the turn before it is trained on once"
+
+
+async def test_a_turn_that_a_request_goes_on_from_has_arrived(serve: Any) -> None:
+    served = serve("one", "two", "three")
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key, max_retries=0) as api:
+        for _ in range(2):  # reads to the last event and closes, which must not count as leaving
+            stream = await api.chat.completions.create(model="policy", messages=QUESTION, stream=True)
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        again = [*QUESTION, {"role": "assistant", "content": text}, {"role": "user", "content": "sure?"}]
+        turn = next(point.turn for point in served.session._points.values() if point.turn.number == 1)
+        served.session._withdraw(turn)
+        assert [one.exclusion for one in served.session.samples()] == [None, "client disconnected"]
+        await api.chat.completions.create(model="policy", messages=again)  # type: ignore[arg-type]
+    samples = await served.gateway.call(served.session.samples)
+    assert [(one.exclusion, len(one.turns)) for one in samples] == [(None, 2), (None, 1)]
+    assert served.session.counts.disconnected == 0
+
+
+@pytest.mark.parametrize(
+    "given", [{"temperature": 0.2}, {"top_p": 0.9}, {"extra_body": {"top_k": 5}}, {"seed": 1}], ids=str
+)
+def test_sampling_that_is_not_the_runs_is_refused_or_overridden_and_counted(serve: Any, given: Any) -> None:
+    served = serve("no")
+    neutral = {"temperature": 1.0, "top_p": 1, "extra_body": {"top_k": -1, "min_p": 0}}
+    assert client(served).chat.completions.create(model="policy", messages=QUESTION, **neutral).choices
+    [name] = given.get("extra_body", given)
+    with pytest.raises(openai.BadRequestError, match=f"{name}=.* is refused: .*request_sampling=run") as caught:
+        client(served).chat.completions.create(model="policy", messages=QUESTION, **given)
+    assert caught.value.param == name
+    if name in ("temperature", "top_p"):
+        with pytest.raises(openai.BadRequestError, match=f"{name}=.* is refused"):
+            client(served).responses.create(model="policy", input="?", **given)
+        with pytest.raises(anthropic.BadRequestError, match=f"{name}=.* is refused"):
+            claude(served).messages.create(model="policy", max_tokens=5, messages=QUESTION, extra_body=given)  # type: ignore[arg-type]
+    overriding = serve("yes", overrides=True)
+    assert client(overriding).chat.completions.create(model="policy", messages=QUESTION, **given).choices
+    [asked] = overriding.generator.asked
+    assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (1.0, 1.0, 0)
+    [sample] = overriding.session.samples()
+    assert sample.sequence_data["environment/overridden_sampling"] == 1
 
 
 async def test_sessions_are_served_concurrently_and_apart(serve: Any) -> None:

@@ -45,7 +45,7 @@ def test_state_loaded_into_a_new_optimizer_continues_identically(options, names)
     saved = optimizer_tensors(optimizers[1], part)
     assert {name for entry in saved.values() for name in entry} == names
     resumed = build_optimizer(part, chosen)
-    allocate_state(resumed, part)
+    allocate_state(resumed, part.parameters())
     live = optimizer_tensors(resumed, part)
     assert live.keys() == ({"weight", "bias"} if names else set())
     for name, entry in live.items():

@@ -46,6 +46,7 @@ from chatlearn_core.executor.rollouts.pending import num_samples
 from chatlearn_core.executor.rollouts.saved import load_rollouts
 from chatlearn_core.executor.run_outcome import RunOutcome
 from chatlearn_core.executor.run_state import RunState
+from chatlearn_core.executor.started_roles import started_assembly
 from chatlearn_core.executor.step_samples import samples_of
 from chatlearn_core.executor.training_loop import TrainingLoop
 from chatlearn_core.executor.weight_sync_manager import WeightSyncManager
@@ -133,7 +134,7 @@ class Run:
                         said = await fill_cache(self.cached, self.assembly, self.sampler.state_dict(), left, timers)
                         self.journal.say(said, "output_cache", note=said)
                     await self.colocation.start(timers)
-                for sync in self.assembly.plan.weight_syncs:
+                for sync in self.weight_sync.started_routes:
                     flow = {"trainer": sync.trainer, "generator": sync.target, "channel": sync.channel}
                     self.journal.record("weight_sync", backend=sync.record.name, why=sync.why, **flow)
                 self.listener.started(self.directory.path, self.config.train.steps, self.state.step + 1)
@@ -170,12 +171,12 @@ class Run:
                 self.journal.warn(str(dataset), "data", report=str(dataset))
 
     def _build(self) -> None:
-        plan = self.assembly.plan
+        plan, started = self.assembly.plan, started_assembly(self.assembly)
         kept = self.assembly.cached_roles
         self.cached = CachedCalls(OutputCache(plan.run_dir), kept) if kept else None
-        self.runtime = build_runtime(self.assembly)
+        self.runtime = build_runtime(started)
         self.runtime.on_event = self.journal.runtime_event
-        self.colocation = build_colocation(self.assembly, self.runtime)
+        self.colocation = build_colocation(started, self.runtime)
         rollouts = Rollouts(
             self.runtime,
             self.config.rollout,
@@ -186,7 +187,7 @@ class Run:
         self.producer = build_rollout_producer(parts, self.sampler, self.decisions, self.state)
         self.buffer = build_rollout_buffer(self.assembly)
         self.weight_sync = WeightSyncManager(
-            self.runtime, self.assembly.plan.weight_syncs, self.colocation, self.observers
+            self.runtime, plan.weight_syncs, self.colocation, self.observers, started=started.plan.weight_syncs
         )
         self.loggers = build_loggers(self.assembly, self.directory.path, self.journal.warn)
         self.refresher = RoleRefresher(self.runtime, plan.roles, self.colocation, plan.run_dir / "refresh")

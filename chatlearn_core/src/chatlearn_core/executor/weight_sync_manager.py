@@ -23,13 +23,21 @@ class WeightSyncManager:
         routes: pairs of trainer and generator.
         colocation: leases the devices of both ends.
         observers: notified of every sync.
+        started: the routes whose roles were started; None: all. Along another nothing moves, but versions count.
     """
 
     def __init__(
-        self, runtime: Runtime, routes: Sequence[WeightRoute], colocation: ColocationManager, observers: Observers
+        self,
+        runtime: Runtime,
+        routes: Sequence[WeightRoute],
+        colocation: ColocationManager,
+        observers: Observers,
+        *,
+        started: Sequence[WeightRoute] | None = None,
     ) -> None:
         self.runtime = runtime
         self.routes = tuple(routes)
+        self.started_routes = tuple(routes if started is None else started)
         self.colocation = colocation
         self.observers = observers
 
@@ -66,7 +74,7 @@ class WeightSyncManager:
 
     async def _sync(self, routes: Sequence[WeightRoute], version: int, timers: Timers) -> Metrics:
         metrics: Metrics = {}
-        for route in routes:
+        for route in (route for route in routes if route in self.started_routes):
             async with self.colocation.lease(*sync_uses(route.trainer, route.target), timers=timers):
                 with timers.measure("sync", role=route.trainer) as facts:
                     facts["to"] = route.target

@@ -444,6 +444,8 @@ class RolloutModeSpec(BackendRecord):
     """``plan(options, loaded: LoadedConfig, graph: Graph) -> Sequence[str]``: lines that say what generators and
     trainers do at the same time, for the plan of a run. Called when a configuration is validated; raises ConfigError if
     the mode does not suit it."""
+    makes_rollouts: bool = True
+    """False: generators, environments and rewards that only make rollouts do not start."""
     record: ImportString | None = None
     """``record(assembly, listener) -> Awaitable[Path]``: writes rollouts that this mode trains on, and trains nothing;
     returns their directory (``chatlearn run --rollouts-only``)."""

@@ -27,13 +27,19 @@ class Conversation:
         reader: of the run's tokenizer.
         prompt: of the row. With tools it is rendered again, because the template writes them into it.
         tools: as chat templates take them.
+        opening: what the environment says first; appended to the last message of the prompt.
 
     Raises:
         BackendError: the prompt cannot be rendered.
     """
 
     def __init__(
-        self, context: RolloutContext, reader: TurnReader, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        context: RolloutContext,
+        reader: TurnReader,
+        prompt: Prompt,
+        tools: Sequence[Mapping[str, Any]] = (),
+        opening: str = "",
     ) -> None:
         self._context = context
         self._reader = reader
@@ -43,7 +49,10 @@ class Conversation:
         self._prompt_ids: TokenIds = prompt.token_ids
         self._end_id: int | None = None
         self.num_turns = 0
-        if tools:
+        if opening:
+            last = self._messages[-1]
+            self._messages[-1] = {**last, "content": f"{last['content']}\n\n{opening}".lstrip()}
+        if tools or opening:
             try:
                 self._prompt_ids = reader.renderer.prompt(self._messages, tools).token_ids
             except (DataError, ModelError) as error:

@@ -77,6 +77,7 @@ class McpOptions(BaseModel):
     tools: tuple[str, ...] | None = Field(None, description="Names of the tools to offer; by default all.")
     prefix: str = Field("", description="Put before the tools' names, to tell servers apart.")
     start_timeout_s: float = Field(30.0, gt=0, description="Time limit for the server to start and list its tools.")
+    max_restarts: int = Field(3, ge=0, description="How often a server that has ended is started again in a run.")
 
 
 ToolOptions = Annotated[
@@ -128,6 +129,41 @@ def _tool_of_text(text: str) -> ToolOptions:
     if text == "calculator":
         return CalculatorOptions()
     return PythonOptions() if text == "python" else FunctionToolOptions(path=text)
+
+
+class GameOptions(BaseModel):
+    """A game with the interface of Gymnasium or OpenEnv, and the texts that stand for observations and actions."""
+
+    model_config = _STRICT
+
+    api: Literal["gymnasium", "openenv"] = Field(
+        "gymnasium",
+        description="gymnasium: reset(seed=) and step(action) return tuples. openenv: they return a result with "
+        "observation, reward and done, and may be coroutines.",
+    )
+    make: str = Field(
+        description="package.module:function, which returns a new game. With api=gymnasium also an id of "
+        "gymnasium.make, such as FrozenLake-v1.",
+    )
+    arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of make.")
+    observation: str | None = Field(
+        None,
+        description="package.module:function, which returns the text of an observation. By default a text as it is, "
+        "a picture in letters if the game renders one (render_mode: ansi), otherwise str().",
+    )
+    action: str = Field(
+        "auto",
+        description="How a turn becomes an action. text: as it is. number: its last integer. name: the last of actions "
+        "that it mentions. package.module:function: what that returns for the text; a ValueError makes the turn "
+        "invalid. auto: name if there are actions, number for a discrete space, otherwise text.",
+    )
+    actions: tuple[str, ...] = Field((), description="Names of the actions 0, 1, ...")
+    invalid_message: str = Field(
+        "That is no action. Try again.", min_length=1, description="The user's message after an invalid turn."
+    )
+    invalid_reward: float = Field(0.0, allow_inf_nan=False, description="Reward of an invalid turn.")
+    max_steps: int = Field(100, ge=1, description="Number of turns, after which the rollout is truncated.")
+    call_timeout_s: float = Field(30.0, gt=0, description="Time limit of reset and of each step, seconds.")
 
 
 class CorrectionOptions(BaseModel):

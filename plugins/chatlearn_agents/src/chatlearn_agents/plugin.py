@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import EnvironmentSpec
 
 @hookimpl
 def chatlearn_environments() -> Iterable[EnvironmentSpec]:
-    """``tools`` and ``correction``."""
+    """``tools``, ``correction`` and ``game``."""
     return [
         EnvironmentSpec(
             name="tools",
@@ -23,5 +23,11 @@ def chatlearn_environments() -> Iterable[EnvironmentSpec]:
             summary="Tells the policy that its answer is wrong, lets it try again, and rewards a right one.",
             factory="chatlearn_agents.correction_environment:CorrectionEnvironment",
             options="chatlearn_agents.options:CorrectionOptions",
+        ),
+        EnvironmentSpec(
+            name="game",
+            summary="Plays a game with the interface of Gymnasium or OpenEnv: observations and actions are texts.",
+            factory="chatlearn_agents.game_environment:GameEnvironment",
+            options="chatlearn_agents.options:GameOptions",
         ),
     ]

@@ -34,6 +34,7 @@ def chatlearn_rollout_modes() -> Iterable[RolloutModeSpec]:
             factory="chatlearn_async.recorded_producer:recorded",
             options="chatlearn_async.options:RecordedOptions",
             plan="chatlearn_async.recorded_producer:plan",
+            makes_rollouts=False,
             record="chatlearn_async.recorder:record",
         ),
     ]

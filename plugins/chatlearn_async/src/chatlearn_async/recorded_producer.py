@@ -147,6 +147,7 @@ def plan(options: RecordedOptions, loaded: LoadedConfig, graph: Graph) -> list[s
     return [
         f"recorded: trains on the rollouts of {len(steps)} steps in {options.directory}, and samples none",
         "their tokens become older with each step: off-policy, unless the algorithm corrects for it",
+        "generators, environments and rewards start only if an evaluation or an update calls them",
     ]
 
 

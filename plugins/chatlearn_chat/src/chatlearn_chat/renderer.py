@@ -27,6 +27,8 @@ from chatlearn_core.protocols.prompt_renderer import (
 )
 from chatlearn_core.types import TokenIds
 
+_KEPT_REPLIES = 256
+"""Texts behind turns whose ids are kept."""
 TEMPLATE_TIMEOUT_S = 20.0
 """Longest time in seconds for one conversation. A conversation takes milliseconds, so a longer template does not
 terminate."""
@@ -57,9 +59,12 @@ class ChatTemplateRenderer:
     _end_of_turn: str | None = field(init=False, repr=False)
     _generation_prompt: str = field(init=False, repr=False)
     _deadline: Deadline = field(init=False, repr=False)
+    _replies: dict[str, list[int]] = field(init=False, repr=False, compare=False)
+    """Text behind a turn -> its ids. Environments often say the same to many conversations at once."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_deadline", Deadline(TEMPLATE_TIMEOUT_S))
+        object.__setattr__(self, "_replies", {})
         object.__setattr__(self, "_control", ControlTokens(self.tokenizer, self._turn_delimiters()))
         object.__setattr__(self, "_shortest", ShortestEncoding(self.tokenizer))
         object.__setattr__(self, "_end_of_turn", self._found_end_of_turn() if self.uses_template else None)
@@ -130,8 +135,8 @@ class ChatTemplateRenderer:
             end_of_turn=self._end_of_turn,
         )
         if end is None:
-            return np.asarray(self._encode_hidden(text, hidden), dtype=np.int64)
-        ids = self._encode_hidden(end + text, hidden)  # together, because a tokenizer may begin each text with a space
+            return np.asarray(self._encode_reply(text, hidden), dtype=np.int64)
+        ids = self._encode_reply(end + text, hidden)  # together, because a tokenizer may begin each text with a space
         assert ids[:1] == [end_id], "a control token is encoded as itself"
         return np.asarray(ids[1:], dtype=np.int64)
 
@@ -281,6 +286,17 @@ class ChatTemplateRenderer:
         if not self._spelled(value) or self.control_tokens == "special":
             return Hidden(value, {})
         return self._control.hide(value)
+
+    def _encode_reply(self, text: str, hidden: Hidden) -> list[int]:
+        """``_encode_hidden``, with the ids of the latest texts kept."""
+        if hidden.spelled:
+            return self._encode_hidden(text, hidden)
+        ids = self._replies.get(text)
+        if ids is None:
+            if len(self._replies) >= _KEPT_REPLIES:
+                self._replies.clear()
+            ids = self._replies[text] = self._encode_hidden(text, hidden)
+        return ids
 
     def _encode_hidden(self, text: str, hidden: Hidden) -> list[int]:
         if not text:

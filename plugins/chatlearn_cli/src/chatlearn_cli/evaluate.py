@@ -54,8 +54,8 @@ def evaluate(
     strict_plugins: StrictPlugins = False,
 ) -> None:
     """Evaluate models or checkpoints on a configuration's eval datasets, without training."""
+    from chatlearn_cli.evaluation import evaluate_checkpoints, evaluate_model
     from chatlearn_cli.evaluation_results import Evaluated, as_json, write_results
-    from chatlearn_core.executor.evaluation import evaluate_checkpoints, evaluate_model
     from chatlearn_core.executor.planning import run_directory
 
     registry = discover(strict_plugins)

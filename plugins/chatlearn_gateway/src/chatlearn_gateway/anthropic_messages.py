@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict
 
 from chatlearn_chat.tool_calls import parsed_arguments
 from chatlearn_core.data.format import Message
-from chatlearn_gateway.chat import ChatRequest, RefusedError, Reply
-from chatlearn_gateway.wire import Json, ServedBy, refuse_parameters, text_of_parts
+from chatlearn_gateway.chat import SAMPLING, ChatRequest, RefusedError, Reply
+from chatlearn_gateway.wire import Json, ServedBy, refuse_parameters, sampling_of, text_of_parts
 
-_IGNORED = ("metadata", "service_tier", "temperature", "top_k", "top_p")
+_WITHOUT_EFFECT = ("metadata", "service_tier")
 
 
 class AnthropicMessage(BaseModel):
@@ -46,7 +46,7 @@ class MessagesRequest(BaseModel):
         Raises:
             RefusedError: a parameter, a tool or a content block is not supported.
         """
-        refuse_parameters(self.model_extra, _IGNORED, {"thinking": ({"type": "disabled"},)})
+        refuse_parameters(self.model_extra, (*SAMPLING, *_WITHOUT_EFFECT), {"thinking": ({"type": "disabled"},)})
         if self.max_tokens is not None and self.max_tokens < 1:
             raise RefusedError("invalid", f"max_tokens is {self.max_tokens}; it must be at least 1", "max_tokens")
         choice = (self.tool_choice or {}).get("type", "auto")
@@ -66,6 +66,7 @@ class MessagesRequest(BaseModel):
             max_tokens=self.max_tokens,
             stop=tuple(filter(None, self.stop_sequences or ())),
             streams=bool(self.stream),
+            sampling=sampling_of(self.model_extra),
         )
 
 

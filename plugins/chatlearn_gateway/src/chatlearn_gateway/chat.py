@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from chatlearn_chat.turn_reader import TextPiece
@@ -13,6 +13,8 @@ RefusalKind = Literal[
     "authentication", "context_length", "failed", "invalid", "model", "not_found", "over", "too_large", "turn_limit"
 ]
 FinishedBy = Literal["stop", "length", "tool_calls"]
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+"""Parameters of a request that change the distribution or the draw of its answer."""
 STATUS: Mapping[RefusalKind, int] = {
     "authentication": 401,
     "context_length": 400,
@@ -60,6 +62,8 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     logprobs: bool = False
     streams: bool = False
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The parameters of ``SAMPLING`` that the request sets."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,6 +98,8 @@ class Reply:
     pieces: tuple[TextPiece, ...]
     """``content`` in parts, for a request that streams; otherwise empty."""
     commit: Callable[[], None]
+    withdraw: Callable[[], None]
+    """Called if the client left before it had the whole turn, committed or not: excludes the turn from training."""
 
 
 def reply_message(reply: Reply, arguments_of: Callable[[str], Any]) -> Message:

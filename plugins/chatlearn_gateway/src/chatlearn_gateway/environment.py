@@ -18,6 +18,7 @@ from chatlearn_gateway.agents import Agent, AgentCall, CommandAgent, FunctionAge
 from chatlearn_gateway.options import AgentOptions
 from chatlearn_gateway.server import Gateway
 from chatlearn_gateway.session import Session
+from chatlearn_gateway.verifiers_agent import VerifiersAgent
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ class AgentEnvironment:
         options = self.options
         if options.function is not None:
             self._agent = FunctionAgent(options.function)
+        elif options.verifiers is not None:
+            self._agent = VerifiersAgent(options.verifiers, options.verifiers_arguments)
         else:
             assert options.command is not None, "checked by the options"
             self._agent = CommandAgent(options.command)
@@ -113,7 +116,7 @@ class AgentEnvironment:
             asked = asyncio.run_coroutine_threadsafe(context.generate(token_ids, sampling=sampling), here)
             return await asyncio.wrap_future(asked)
 
-        return Session(context, reader, generate)
+        return Session(context, reader, generate, self.options.request_sampling == "run")
 
     def _reader_of(self, context: RolloutContext) -> TurnReader:
         if self._reader is None:

@@ -8,10 +8,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from chatlearn_chat.tool_calls import parsed_arguments
-from chatlearn_gateway.chat import ChatRequest, RefusedError, Reply
-from chatlearn_gateway.wire import Json, ServedBy, refuse_parameters, text_of_parts
+from chatlearn_gateway.chat import SAMPLING, ChatRequest, RefusedError, Reply
+from chatlearn_gateway.wire import Json, ServedBy, refuse_parameters, sampling_of, text_of_parts
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 _WITHOUT_EFFECT = (
     "metadata", "parallel_tool_calls", "prompt_cache_key", "reasoning_effort", "safety_identifier", "service_tier",
     "store", "user", "verbosity",
@@ -90,7 +89,7 @@ class ChatCompletionRequest(BaseModel):
             "response_format": ({"type": "text"},),
             "modalities": (["text"],),
         }
-        refuse_parameters(self.model_extra, (*_SAMPLING, *_WITHOUT_EFFECT), neutral)
+        refuse_parameters(self.model_extra, (*SAMPLING, *_WITHOUT_EFFECT), neutral)
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         if most is not None and most < 1:
             raise RefusedError("invalid", f"max_tokens is {most}; it must be at least 1", "max_tokens")
@@ -112,6 +111,7 @@ class ChatCompletionRequest(BaseModel):
             stop=tuple(filter(None, stop)),
             logprobs=bool(self.logprobs),
             streams=bool(self.stream),
+            sampling=sampling_of(self.model_extra),
         )
 
 

@@ -9,13 +9,13 @@ from pydantic import BaseModel, ConfigDict
 
 from chatlearn_chat.tool_calls import parsed_arguments
 from chatlearn_core.data.format import Message
-from chatlearn_gateway.chat import ChatRequest, RefusedError, Reply
+from chatlearn_gateway.chat import SAMPLING, ChatRequest, RefusedError, Reply
 from chatlearn_gateway.openai_chat import token_logprobs
-from chatlearn_gateway.wire import Json, ServedBy, refuse_parameters, text_of_parts
+from chatlearn_gateway.wire import Json, ServedBy, refuse_parameters, sampling_of, text_of_parts
 
-_IGNORED = (
+_WITHOUT_EFFECT = (
     "metadata", "parallel_tool_calls", "prompt_cache_key", "reasoning", "safety_identifier", "service_tier", "store",
-    "temperature", "top_p", "truncation", "user",
+    "truncation", "user",
 )  # fmt: skip
 LOGPROBS = "message.output_text.logprobs"
 
@@ -50,7 +50,7 @@ class ResponsesRequest(BaseModel):
             RefusedError: a parameter, a tool or an item of the input is not supported.
         """
         neutral = {"top_logprobs": (0,), "background": (False,), "text": ({"format": {"type": "text"}},)}
-        refuse_parameters(self.model_extra, _IGNORED, neutral)
+        refuse_parameters(self.model_extra, (*SAMPLING, *_WITHOUT_EFFECT), neutral)
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             raise RefusedError(
                 "invalid", f"max_output_tokens is {self.max_output_tokens}; it must be at least 1", "max_output_tokens"
@@ -72,6 +72,7 @@ class ResponsesRequest(BaseModel):
             max_tokens=self.max_output_tokens,
             logprobs=self.logprobs,
             streams=bool(self.stream),
+            sampling=sampling_of(self.model_extra),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -16,12 +16,20 @@ class AgentOptions(BaseModel):
     function: str | None = Field(
         None,
         description="The agent, package.module:function, sync or async. It is called with those of base_url, api_key, "
-        "model and example that it has parameters for. Exactly one of function and command is set.",
+        "model and example that it has parameters for. Exactly one of function, command and verifiers is set.",
     )
     command: tuple[str, ...] | None = Field(
         None,
         description="The agent as a program and its arguments. Its environment has OPENAI_BASE_URL, OPENAI_API_KEY, "
         "ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and CHATLEARN_MODEL; standard input is the example as JSON.",
+    )
+    verifiers: str | None = Field(
+        None,
+        description="An environment of the library verifiers: an id of verifiers.load_environment, or "
+        "package.module:function, which returns one. Its rubric gives the reward with reward: agent.",
+    )
+    verifiers_arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the verifiers environment."
     )
     reward: Literal["flow", "agent"] = Field(
         "flow",
@@ -38,6 +46,11 @@ class AgentOptions(BaseModel):
         description="How the model writes tool calls. hermes: <tool_call>{...}</tool_call>. json: the whole turn is an "
         "object with name and parameters. none: never. auto: as the chat template does.",
     )
+    request_sampling: Literal["refuse", "run"] = Field(
+        "refuse",
+        description="A request whose temperature, top_p, top_k, min_p or seed is not the run's. refuse: it gets an "
+        "error. run: it is sampled with the run's, and counted (environment/overridden_sampling).",
+    )
     model: str = Field("policy", min_length=1, description="Name under which the server offers the generator.")
     host: str = Field("127.0.0.1", description="Address at which the server listens. Other than loopback: unencrypted.")
     port: int = Field(0, ge=0, le=65535, description="Port of the server; 0: one that is free.")
@@ -52,8 +65,13 @@ class AgentOptions(BaseModel):
 
     @model_validator(mode="after")
     def _one_agent(self) -> AgentOptions:
-        if (self.function is None) == (self.command is None):
-            raise ValueError("set exactly one of function (package.module:function) and command (a list of texts)")
+        if [self.function, self.command, self.verifiers].count(None) != 2:
+            raise ValueError(
+                "set exactly one of function (package.module:function), command (a list of texts) and verifiers "
+                "(the id of an environment)"
+            )
+        if self.verifiers_arguments and self.verifiers is None:
+            raise ValueError("verifiers_arguments are for verifiers, which is not set")
         if self.command is not None and not self.command:
             raise ValueError("command is empty; its first entry is the program")
         if self.truncated_reward is not None and self.reward != "agent":

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import uvicorn
 from pydantic import BaseModel, ValidationError
@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from chatlearn_chat.tool_calls import parsed_arguments
 from chatlearn_core.data.format import Message
@@ -46,6 +47,8 @@ _ENDED_KEYS = 4096
 """Keys of ended rollouts that are remembered, so that an agent which goes on is told why it is refused."""
 _TURNS_TO_NOTICE = 3
 """Turns of the event loop in which the server notices that a connection has been closed."""
+_UNREAD = "chatlearn.unread"
+"""Key of a request's scope: called if the client resets the connection after the response was written."""
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 Handler = Callable[["_Open", Request], Awaitable[Response]]
@@ -119,7 +122,7 @@ class Gateway:
             access_log=False,
             lifespan="off",
             loop="asyncio",
-            http="h11",
+            http=_Protocol,
             ws="none",
             backlog=_BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
@@ -152,7 +155,7 @@ class Gateway:
             self._socket.close()
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Run a function on the server's loop, between requests, and await its result on another loop.
+        """Run a function on the server's loop after what clients have done so far, and await its result on another.
 
         Raises:
             BackendError: the server's loop is blocked.
@@ -160,6 +163,7 @@ class Gateway:
         assert self._loop is not None, "started"
 
         async def run() -> T:
+            await _noticed()
             return work()
 
         try:
@@ -332,7 +336,9 @@ class Gateway:
                 raise RefusedError("invalid", "the client disconnected before it was answered")
             if replying.cancelled():
                 raise RefusedError("over", "the rollout that this key belongs to is over")
-            return replying.result()
+            reply = replying.result()
+            request.scope[_UNREAD] = reply.withdraw
+            return reply
         finally:
             served.tasks.discard(replying)
             for task in (replying, leaving):
@@ -346,17 +352,20 @@ class Gateway:
     def _stream(
         self, served: _Open, request: Request, reply: Reply, events: Iterator[tuple[str, Json]], end: str = ""
     ) -> Response:
-        """Server-sent events. The turn is recorded before the last one, so that a client that has it may go on."""
+        """Server-sent events. The turn is recorded before the last one, so that a client that has it may go on.
+
+        The turn is withdrawn if the client leaves before it, or closes the connection with a part of it unread.
+        """
         encoded = [_event(name, data) for name, data in events]
         encoded.append(end)
         recorded = False
+        size = sum(len(part.encode()) for part in encoded)
 
         async def parts() -> AsyncIterator[str]:
             nonlocal recorded
             for part in encoded[:-2]:
                 yield part
-            for _ in range(_TURNS_TO_NOTICE):
-                await asyncio.sleep(0)
+            await _noticed()
             if await request.is_disconnected():  # writing to a closed connection raises nothing
                 return
             reply.commit()
@@ -364,16 +373,35 @@ class Gateway:
             yield "".join(encoded[-2:])
 
         def ended() -> None:
-            served.session.counts.disconnected += not recorded
+            if not recorded:
+                reply.withdraw()
 
-        return _EventStream(parts(), ended)
+        return _EventStream(parts(), ended, size)
+
+
+class _Protocol(H11Protocol):
+    """Reports a client that leaves a written response unread.
+
+    Socket buffers may take a whole stream before the client has read any of it. A client that closes the connection
+    with unread bytes in its buffer resets it (RFC 1122, 4.2.2.13; Linux does); one that has read everything does not.
+    """
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        scope = cast("dict[str, Any]", self.scope or {})  # none before the first request
+        if isinstance(exc, ConnectionError) and _UNREAD in scope:
+            scope[_UNREAD]()
 
 
 class _EventStream(StreamingResponse):
-    """A stream of server-sent events that reports its end, also where the client has left."""
+    """A stream of server-sent events that reports its end, also where the client has left.
 
-    def __init__(self, parts: AsyncIterator[str], ended: Callable[[], None]) -> None:
-        super().__init__(parts, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    It has a length instead of chunks: a client that leaves behind the last event has then read every byte.
+    """
+
+    def __init__(self, parts: AsyncIterator[str], ended: Callable[[], None], size: int) -> None:
+        headers = {"cache-control": "no-cache", "content-length": str(size)}
+        super().__init__(parts, media_type="text/event-stream", headers=headers)
         self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -381,6 +409,12 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._ended()
+
+
+async def _noticed() -> None:
+    """Let the server notice connections that clients have closed."""
+    for _ in range(_TURNS_TO_NOTICE):
+        await asyncio.sleep(0)
 
 
 async def _disconnected(request: Request) -> None:

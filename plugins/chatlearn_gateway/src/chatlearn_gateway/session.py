@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from chatlearn_gateway.chat import ChatRequest, FinishedBy, RefusedError, Reply,
 
 Generate = Callable[[TokenIds, SamplingParams], Awaitable[Completion]]
 """Samples a completion of [P] ids."""
+DISCONNECTED = "client disconnected"
+"""Exclusion of a turn that its client did not get."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,8 +42,27 @@ class _Point:
 
     sequence: _Sequence
     num_tokens: int
+    turn: _Turn
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A turn that was sampled for a request."""
+
+    number: int
+    point: _Point | None
+    """The turn that it goes on from."""
+    prompt_ids: TokenIds
+    completion: Completion
     end_id: int | None
     """The sampled token that ended the turn; None if a limit or a stop string did."""
+    key: bytes
+    followed: bool = False
+    """Whether a request goes on from it."""
+    sequence: _Sequence | None = None
+    """Where it was recorded."""
+    before: tuple[int, SequenceBuilder] | None = None
+    """Last number and content of its sequence before it; None if the sequence begins with it."""
 
 
 @dataclass(slots=True)
@@ -50,9 +72,15 @@ class SessionCounts:
     requests: int = 0
     refused: int = 0
     disconnected: int = 0
-    """Replies that the client did not wait for; they are not trained on."""
+    """Requests whose client left before it had the whole turn."""
+    overridden_sampling: int = 0
+    """Requests that asked for other sampling than the run's and were sampled with the run's."""
     branches: int = 0
     """Requests that no recorded turn precedes, beyond the first."""
+
+    def sequence_data(self) -> dict[str, float]:
+        """The counts by their names in ``Sample.sequence_data``; the run logs means over samples."""
+        return {f"environment/{one.name}": float(getattr(self, one.name)) for one in fields(self)}
 
 
 @dataclass(slots=True, eq=False)
@@ -68,11 +96,14 @@ class Session:
         context: of the rollout.
         reader: of the run's tokenizer; its renderer renders the prompts.
         generate: samples; by default ``context.generate``. Given where this must happen on another event loop.
+        overrides_sampling: whether requests that ask for other sampling than the run's are sampled with the run's
+            instead of refused.
     """
 
     context: RolloutContext
     reader: TurnReader
     generate: Generate | None = None
+    overrides_sampling: bool = False
     counts: SessionCounts = field(default_factory=SessionCounts)
     limit: RefusedError | None = None
     """The first refusal because of the context's length or the number of turns."""
@@ -81,6 +112,8 @@ class Session:
     _sequences: list[_Sequence] = field(default_factory=list)
     _points: dict[bytes, _Point] = field(default_factory=dict)
     """Digest of the tools and messages up to a recorded turn -> the end of the turn."""
+    _withdrawn: list[_Turn] = field(default_factory=list)
+    """Turns that their clients did not get."""
 
     async def reply(self, request: ChatRequest) -> Reply:
         """Sample the policy's turn.
@@ -107,12 +140,25 @@ class Session:
         return len(self._prompt_ids(request, point, index))
 
     def samples(self) -> list[Sample]:
-        """The recorded samples. The one that was extended last comes first: its end is the end of the rollout."""
-        found = []
-        for index, one in enumerate(sorted(self._sequences, key=lambda one: -one.last_number)):
-            name = self.context.id if index == 0 else f"{self.context.id}/{index}"
-            found.append(replace(one.builder.sample, id=name, unit_id=name))
-        return found
+        """The recorded samples. The one that was extended last comes first: its end is the end of the rollout.
+
+        A turn that its client did not get is a sample of its own, behind the others and with an exclusion.
+        """
+        kept = {id(one): (one.last_number, one.builder) for one in self._sequences}
+        for turn in self._withdrawn:  # no request goes on from it, so it is the last turn of its sequence
+            if turn.before is not None:
+                kept[id(turn.sequence)] = turn.before
+            else:
+                kept.pop(id(turn.sequence), None)
+        ordered = sorted(kept.values(), key=lambda one: -one[0])
+        found = [builder.sample for _, builder in ordered]
+        found += [replace(self._alone(turn).sample, exclusion=DISCONNECTED) for turn in self._withdrawn]
+        counts = self.counts.sequence_data()
+        names = [self.context.id, *(f"{self.context.id}/{index}" for index in range(1, len(found)))]
+        return [
+            replace(one, id=name, unit_id=name, sequence_data=one.sequence_data | counts)
+            for name, one in zip(names, found, strict=False)
+        ]
 
     async def _reply(self, request: ChatRequest, number: int) -> Reply:
         if self.over:
@@ -128,12 +174,33 @@ class Session:
                 "messages",
             )
         sampling = self.context.sampling
+        self._check_sampling(request, sampling)
+        if point is not None:
+            self._arrived(point.turn)
         most = sampling.max_tokens if request.max_tokens is None else min(sampling.max_tokens, request.max_tokens)
         sampling = replace(sampling, max_tokens=most, stop=(*sampling.stop, *request.stop))
         completion = await self._completion(prompt_ids, sampling)
         if self.over:
             raise RefusedError("over", "the rollout that this key belongs to is over")
         return self._read(request, number, point, prompt_ids, completion, digest)
+
+    def _check_sampling(self, request: ChatRequest, sampling: SamplingParams) -> None:
+        """Raises RefusedError: the request asks for other sampling than the run's, and this is not overridden."""
+        run = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": 0.0}
+        for name, value in request.sampling.items():
+            same = name in run and (value == run[name] or (name == "top_k" and value == -1 and run[name] == 0))
+            if same:
+                continue
+            if self.overrides_sampling:
+                self.counts.overridden_sampling += 1
+                return
+            own = f"this run samples with {name}={run[name]}" if name in run else "this run keys the seed of each turn"
+            raise RefusedError(
+                "invalid",
+                f"{name}={value!r} is refused: {own}, and trains on logprobs of that distribution. Leave {name} out of "
+                "the request, or set options.request_sampling=run to have it overridden",
+                name,
+            )
 
     async def _completion(self, prompt_ids: TokenIds, sampling: SamplingParams) -> Completion:
         try:
@@ -171,7 +238,7 @@ class Session:
         try:
             if point is None:
                 return self.reader.renderer.prompt(request.messages, request.tools).token_ids
-            added = self.reader.renderer.continuation(request.messages, index, point.end_id, request.tools)
+            added = self.reader.renderer.continuation(request.messages, index, point.turn.end_id, request.tools)
         except (DataError, ModelError) as error:
             raise RefusedError("invalid", str(error), "messages") from error
         return np.concatenate([point.sequence.builder.token_ids[: point.num_tokens], added])
@@ -205,36 +272,51 @@ class Session:
             token_texts=self.reader.token_texts(ids) if request.logprobs else [],
             logprobs=completion.logprobs.tolist() if request.logprobs else [],
             pieces=turn.pieces,
-            commit=lambda: self._record(number, point, prompt_ids, completion, turn.end_id, key),
+            commit=lambda: self._record(recorded),
+            withdraw=lambda: self._withdraw(recorded),
         )
         key = _digest(digest, _comparable(reply_message(reply, parsed_arguments)))
+        recorded = _Turn(number, point, prompt_ids, completion, turn.end_id, key)
         return reply
 
-    def _record(
-        self,
-        number: int,
-        point: _Point | None,
-        prompt_ids: TokenIds,
-        completion: Completion,
-        end_id: int | None,
-        key: bytes,
-    ) -> None:
+    def _record(self, turn: _Turn) -> None:
         """Add a turn to the sequence that it goes on from, or begin a new one with it."""
         if self.over:
             return
-        sequence = None if point is None else point.sequence
-        if sequence is not None and point is not None and len(sequence.builder.token_ids) == point.num_tokens:
-            sequence.builder.observed(prompt_ids[point.num_tokens :])
-            sequence.builder.sampled(completion)
-            sequence.last_number = number
+        point = turn.point
+        if point is not None and len(point.sequence.builder.token_ids) == point.num_tokens:
+            sequence = turn.sequence = point.sequence
+            turn.before = (sequence.last_number, sequence.builder)
+            builder = copy.copy(sequence.builder)  # its samples are replaced, never changed
+            builder.observed(turn.prompt_ids[point.num_tokens :])
+            builder.sampled(turn.completion)
+            sequence.builder, sequence.last_number = builder, turn.number
         else:
             if self._sequences:
                 self.counts.branches += 1
-            sequence = _Sequence(self.context.sequence(f"/{len(self._sequences)}"), number)
-            own = completion if completion.prompt_ids is not None else replace(completion, prompt_ids=prompt_ids)
-            sequence.builder.sampled(own)
+            sequence = turn.sequence = _Sequence(self._alone(turn), turn.number)
             self._sequences.append(sequence)
-        self._points[key] = _Point(sequence, len(sequence.builder.token_ids), end_id)
+        self._points[turn.key] = _Point(sequence, len(sequence.builder.token_ids), turn)
+
+    def _withdraw(self, turn: _Turn) -> None:
+        """Exclude a turn, unless a request goes on from it: then it had arrived."""
+        if not turn.followed and turn not in self._withdrawn:
+            self._withdrawn.append(turn)
+            self.counts.disconnected += 1
+
+    def _arrived(self, turn: _Turn) -> None:
+        turn.followed = True
+        if turn in self._withdrawn:
+            self._withdrawn.remove(turn)
+            self.counts.disconnected -= 1
+
+    def _alone(self, turn: _Turn) -> SequenceBuilder:
+        """A sequence that begins with this turn."""
+        builder = self.context.sequence(f"/{turn.number}")
+        completion = turn.completion
+        own = completion if completion.prompt_ids is not None else replace(completion, prompt_ids=turn.prompt_ids)
+        builder.sampled(own)
+        return builder
 
 
 def _comparable(message: Message) -> Any:

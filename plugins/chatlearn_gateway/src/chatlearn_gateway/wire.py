@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chatlearn_gateway.chat import RefusedError
+from chatlearn_gateway.chat import SAMPLING, RefusedError
 
 Json = dict[str, Any]
 
@@ -29,8 +29,7 @@ def refuse_parameters(
 
     Args:
         given: parameters that the model of the body does not name.
-        accepted: parameters that are ignored. Those of sampling are the run's, because the logprobs that are trained on
-            must be of the distribution that was sampled from.
+        accepted: parameters without effect on the answer, and those that the caller handles.
         neutral: values that change nothing, by parameter.
 
     Raises:
@@ -41,6 +40,23 @@ def refuse_parameters(
             continue
         known = f"; only {neutral[name][0]!r} is" if name in neutral else ""
         raise RefusedError("invalid", f"parameter {name}={value!r:.80} is not supported{known}. Leave it out", name)
+
+
+def sampling_of(given: Mapping[str, Any] | None) -> dict[str, float]:
+    """The parameters of ``SAMPLING`` that a request sets.
+
+    Raises:
+        RefusedError: one is no number; names it.
+    """
+    found: dict[str, float] = {}
+    for name in SAMPLING:
+        value = (given or {}).get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RefusedError("invalid", f"{name} is {value!r:.80}; it must be a number", name)
+        found[name] = value
+    return found
 
 
 def text_of_parts(content: Any, kinds: Collection[str]) -> str:

@@ -104,6 +104,11 @@ class CheckpointLayout:
         return WeightManifest(specs, dict(self.aliases))
 
 
+def takes_tensors(layout: CheckpointLayout) -> bool:
+    """Whether every checkpoint tensor lies in the model as a view, so that each can be written alone."""
+    return all(entry.parts is not None and entry.shape for entry in layout.tensors)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from chatlearn_core.exceptions import ModelError
+from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_hf.model_directory import attention_implementation
 from chatlearn_hf.packed_forward import PackedModel, Rows
 from chatlearn_hf.sequence_thresholds import Threshold, thresholds
@@ -149,6 +150,7 @@ class ForwardCheck:
         ulysses: ranks that share a row's tokens.
         max_length: longest sequence that the run computes, in tokens; None means no limit.
         agree: reduces a difference over all ranks by maximum.
+        num_elements: number of elements of all parameters; None counts them, for which they must be whole.
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class ForwardCheck:
         ulysses: UlyssesGroup | None = None,
         max_length: int | None = None,
         agree: Callable[[float], float] = float,
+        num_elements: int | None = None,
     ) -> None:
         self.model = model
         self.device = torch.device(device)
@@ -168,6 +171,7 @@ class ForwardCheck:
         self.autocast = autocast
         self.ulysses = ulysses
         self.agree = agree
+        self.num_elements = num_elements or sum(parameter.numel() for parameter in model.parameters())
         self.thresholds = [
             threshold
             for threshold in thresholds(model.model.config.get_text_config())
@@ -295,9 +299,8 @@ class ForwardCheck:
 
     def _split_thresholds(self) -> tuple[list[Threshold], list[Threshold]]:
         """Split thresholds into those that can be exceeded at a bounded cost, and the others."""
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
         budget = MAX_WORK.get(self.device.type, MAX_WORK["cpu"])
-        longest = min(MAX_LENGTH, budget / (2 * parameters) / 4)  # two such sequences, computed twice
+        longest = min(MAX_LENGTH, budget / (2 * self.num_elements) / 4)  # two such sequences, computed twice
         near: list[Threshold] = []
         far: list[Threshold] = []
         for threshold in self.thresholds:
@@ -385,6 +388,56 @@ class ForwardCheck:
             f"model type {self.config.model_type!r} is not computed right with attention {attention!r} and sequences"
             f" {sequences!r}. {reasons}. {advice}."
         )
+
+
+def choose_forward(
+    model: PackedModel,
+    source: ModelSource,
+    context: RoleContext,
+    *,
+    attention: Attention,
+    sequences: Sequences,
+    dtype: torch.dtype,
+    autocast: Callable[[], AbstractContextManager[object]],
+    ulysses: UlyssesGroup | None,
+    agree: Callable[[float], float],
+    num_elements: int | None = None,
+) -> Choice:
+    """Choose how a role computes sequences, by ``ForwardCheck``, and log if it is not the first way.
+
+    Args:
+        model: the model; it is left set to the chosen way.
+        source: of the model.
+        context: of the role.
+        attention: attention asked for.
+        sequences: rows asked for.
+        dtype: dtype of forward passes.
+        autocast: context of forward passes.
+        ulysses: ranks that share a row.
+        agree: reduces a number to the largest of all ranks.
+        num_elements: see ``ForwardCheck``.
+
+    Raises:
+        ModelError: no way that the options allow is correct; the message names the role and the model.
+    """
+    check = ForwardCheck(
+        model,
+        device=torch.device(context.device),
+        dtype=dtype,
+        autocast=autocast,
+        ulysses=ulysses,
+        max_length=source.max_length,
+        agree=agree,
+        num_elements=num_elements,
+    )
+    try:
+        choice = check.choose(attention, sequences)
+    except ModelError as error:
+        raise ModelError(f"roles.{context.role} ({source.path}): {error}") from error
+    note = choice.note(str(model.model.config.model_type))
+    if note is not None and context.rank == 0:
+        logger.warning("Role %s: %s", context.role, note)
+    return choice
 
 
 def _is_token_id(name: str, value: object) -> bool:

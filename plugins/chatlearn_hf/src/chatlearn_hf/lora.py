@@ -68,10 +68,15 @@ class Adapter:
         return torch.addmm(weight, left.to(weight.dtype), right.to(weight.dtype), alpha=self.scale)
 
 
-def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
+def add_adapters(model: PreTrainedModel, settings: LoraSettings, distribution: str = "chatlearn-fsdp") -> None:
     """Inject adapters and make only them, and a value or reward head, trainable. ``meta`` models work.
 
     Adapter values are not set here: call ``draw_adapters`` once they have memory.
+
+    Args:
+        model: the model.
+        settings: of the adapters.
+        distribution: the trainer's, whose extra ``lora`` an error names.
 
     Raises:
         BackendError: peft is not installed.
@@ -81,7 +86,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise BackendError(
-            "adapters need peft, which is not installed here; install it with `pip install 'chatlearn-fsdp[lora]'`,"
+            f"adapters need peft, which is not installed here; install it with `pip install '{distribution}[lora]'`,"
             " or remove options.lora"
         ) from error
     # In a mixture peft would treat "gate_proj" as the fused experts; under a plain holder it adapts the named modules.

@@ -21,6 +21,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from chatlearn_core.exceptions import ModelError
 from chatlearn_core.protocols import Head
+from chatlearn_core.types import Box
 from chatlearn_hf.checkpoint_names import CheckpointLayout
 from chatlearn_hf.heads import HEAD_CLASSES, HEAD_PARAMETERS
 from chatlearn_hf.model_directory import attention_implementation, check_model_directory, not_loadable, weight_files
@@ -162,3 +163,8 @@ class CheckpointFiles:
         """Read only rows [first, last) of a tensor's first dimension, to the host, in the file's dtype."""
         rows: Tensor = self._handle_of[name].get_slice(name)[first:last]
         return rows
+
+    def box(self, name: str, box: Box) -> Tensor:
+        """Read only a box of a tensor, to the host, in the file's dtype."""
+        part: Tensor = self._handle_of[name].get_slice(name)[tuple(slice(first, last) for first, last in box)]
+        return part

@@ -8,22 +8,14 @@ from typing import Literal
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from chatlearn_core.exceptions import BackendError, ModelError
+from chatlearn_core.exceptions import ModelError
 from chatlearn_core.protocols import Head
 from chatlearn_core.types import OutputRequest, Outputs, TrainBatch
 from chatlearn_hf.own_head import own_head, trunk_of
 from chatlearn_hf.sequence_rope import give_each_sequence_its_rope
+from chatlearn_hf.token_outputs import RequestedLogprobs, TokenOutputs
 from chatlearn_hf.varlen_attention import VARLEN_ATTENTION, PackedLayout
-from chatlearn_losses import prediction_rows, token_logprobs_from_hidden
-
-HEAD_OUTPUTS: dict[Head, frozenset[str]] = {
-    "lm": frozenset(
-        {"logprobs", "entropy", "topk_ids", "topk_logprobs", "logprobs_at", "truncated_logprobs", "hidden_states"}
-    ),
-    "value": frozenset({"values", "hidden_states"}),
-    "reward": frozenset({"scores", "hidden_states"}),
-}
-"""Outputs that a model with each head provides."""
+from chatlearn_losses import TokenLogprobs, token_logprobs_from_hidden
 
 Rows = Literal["packed", "padded"]
 """How sequences pass through the trunk: concatenated in one row, or each in its own right-padded row."""
@@ -144,67 +136,20 @@ class PackedModel(nn.Module):
             BackendError: the head does not provide an output, ``top_k`` exceeds the vocabulary, an id is outside it, or
                 a token is not among its kept ids.
         """
-        unknown = set(names) - HEAD_OUTPUTS[self.head]
-        if unknown:
-            raise BackendError(
-                f"a model with head {self.head!r} cannot compute {', '.join(sorted(unknown))};"
-                f" it provides {', '.join(sorted(HEAD_OUTPUTS[self.head]))}"
+        call = TokenOutputs(names, temperature, loss_mask, top_k, selected_ids, kept_ids)
+        call.check(self.head, token_ids, self.vocab_size)
+        if not token_ids.shape[0]:
+            layout = PackedLayout([2], token_ids.device, layout.ulysses)
+            outputs = call.of_two_tokens().of(
+                self._trunk(token_ids.new_zeros(2), layout), token_ids.new_zeros(2), layout, self._score, self._logprobs
             )
-        if self.head == "lm" and not {"topk_ids", "topk_logprobs", "logprobs_at"}.isdisjoint(names):
-            self._check_ids(names, top_k, selected_ids, loss_mask)
-        if "truncated_logprobs" in names:
-            self._check_kept_ids(token_ids, kept_ids, loss_mask)
-        if token_ids.shape[0]:
-            return self._outputs(token_ids, layout, names, temperature, loss_mask, top_k, selected_ids, kept_ids)
-        layout = PackedLayout([2], token_ids.device, layout.ulysses)
-        if selected_ids is not None:
-            selected_ids = selected_ids.new_zeros(2, *selected_ids.shape[1:])
-        if kept_ids is not None:
-            kept_ids = kept_ids.new_zeros(2, *kept_ids.shape[1:])
-        outputs = self._outputs(token_ids.new_zeros(2), layout, names, temperature, None, top_k, selected_ids, kept_ids)
-        return {name: tensor[:0].clone() for name, tensor in outputs.items()}
+            return {name: tensor[:0].clone() for name, tensor in outputs.items()}
+        return call.of(self._trunk(token_ids, layout), token_ids, layout, self._score, self._logprobs)
 
     @property
     def vocab_size(self) -> int:
         """Number of rows of the head."""
         return int(self.model.config.get_text_config().vocab_size)
-
-    def _check_ids(
-        self, names: Collection[str], top_k: int, selected_ids: Tensor | None, loss_mask: Tensor | None
-    ) -> None:
-        """Check ``top_k`` and ``selected_ids`` against the vocabulary, for ``forward``."""
-        if not {"topk_ids", "topk_logprobs"}.isdisjoint(names) and not 1 <= top_k <= self.vocab_size:
-            raise BackendError(f"k is {top_k}, but must be between 1 and the vocabulary size {self.vocab_size}")
-        if "logprobs_at" in names:
-            if selected_ids is None:
-                raise BackendError("logprobs_at was requested without the token ids")
-            ids = selected_ids if loss_mask is None else selected_ids[loss_mask]
-            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
-                wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
-                raise BackendError(
-                    f"logprobs_at was requested for token {int(wrong[0])}; the vocabulary has {self.vocab_size} tokens."
-                    " Token ids of a teacher with another vocabulary have another meaning"
-                )
-
-    def _check_kept_ids(self, token_ids: Tensor, kept_ids: Tensor | None, loss_mask: Tensor | None) -> None:
-        """Check, for ``forward``, that every token that is scored is among the ids that it was sampled from."""
-        if kept_ids is None:
-            raise BackendError("truncated_logprobs was requested without the ids that the tokens were sampled from")
-        wrong = ~(kept_ids == token_ids[:, None]).any(-1)
-        if loss_mask is not None:
-            wrong &= loss_mask
-        if bool(wrong.any()):
-            at = int(wrong.nonzero()[0])
-            raise BackendError(
-                f"truncated_logprobs was requested for token {int(token_ids[at])} (position {at} of the packed row), "
-                f"which is not among the ids it was sampled from, {kept_ids[at][kept_ids[at] >= 0].tolist()[:16]}; "
-                "only sampled tokens may be in the loss mask"
-            )
-        if kept_ids.numel() and int(kept_ids.max()) >= self.vocab_size:
-            raise BackendError(
-                f"truncated_logprobs was requested over token {int(kept_ids.max())}; the vocabulary has "
-                f"{self.vocab_size} tokens"
-            )
 
     def alone(self, token_ids: Tensor, last: int) -> Tensor:
         """Compute one sequence [L] by the model's own forward.
@@ -220,82 +165,25 @@ class PackedModel(nn.Module):
         return logits[-last:] if self.head == "lm" else logits.reshape(-1)[-last:]
 
     def _score(self, hidden: Tensor) -> Tensor:
-        """Return [N] float32 scores of hidden states [N, H], from the value or reward head."""
         score = self.model.get_submodule("score")
         values: Tensor = score(hidden).squeeze(-1).float()
         return values
 
-    def _outputs(
-        self,
-        token_ids: Tensor,
-        layout: PackedLayout,
-        names: Collection[str],
-        temperature: float,
-        loss_mask: Tensor | None,
-        top_k: int,
-        selected_ids: Tensor | None,
-        kept_ids: Tensor | None,
-    ) -> Outputs:
-        hidden = self._trunk(token_ids, layout)
-        ulysses, num_tokens = layout.ulysses, layout.num_tokens
-        outputs: Outputs = {}
-        if "hidden_states" in names:
-            outputs["hidden_states"] = layout.expand(hidden) if ulysses is None else ulysses.gather(hidden, num_tokens)
-        if "scores" in names:
-            last = layout.cu_seqlens[1:].long() - 1
-            if ulysses is None:
-                outputs["scores"] = self._score(hidden[layout.rows_of(last)])
-            else:
-                outputs["scores"] = ulysses.gather(self._score(hidden), num_tokens)[last]
-        if not set(names) - {"hidden_states", "scores"}:
-            return outputs
-        # Shift before any split: the label of a rank's last row may be another rank's first token.
-        rows, targets = prediction_rows(layout.cu_seqlens, loss_mask)
-        own_rows, own_targets = layout.rows_of(rows), targets
-        if ulysses is not None:
-            first = ulysses.rank * hidden.shape[0]
-            held = (rows >= first) & (rows < first + hidden.shape[0])
-            own_rows, own_targets = rows[held] - first, targets[held]
-
-        def aligned(values: Tensor) -> Tensor:
-            """Scatter the values of this rank's rows into [T, ...]."""
-            if ulysses is not None:
-                part = values.new_zeros(hidden.shape[0], *values.shape[1:]).index_copy(0, own_rows, values)
-                values = ulysses.gather(part, num_tokens).index_select(0, rows)
-            return values.new_zeros(num_tokens, *values.shape[1:]).index_copy(0, targets, values)
-
-        before = hidden.index_select(0, own_rows)
-        if "values" in names:
-            outputs["values"] = aligned(self._score(before))
-            return outputs
-        lm_head = own_head(self.model)
-        num_rows = before.shape[0]
+    def _logprobs(self, rows: Tensor, labels: Tensor, requested: RequestedLogprobs) -> TokenLogprobs:
+        num_rows = rows.shape[0]
         chunk = self.logits_chunk_tokens or max(1, MAX_LOGITS_ELEMENTS // self.vocab_size)
-        wants_top = not {"topk_ids", "topk_logprobs"}.isdisjoint(names)
-        scored = token_logprobs_from_hidden(
-            before,
-            lm_head,
-            token_ids.index_select(0, own_targets),
-            temperature=temperature,
+        return token_logprobs_from_hidden(
+            rows,
+            own_head(self.model),
+            labels,
+            temperature=requested.temperature,
             chunk_tokens=min(chunk, max(num_rows, 1)),
-            with_entropy="entropy" in names,
+            with_entropy=requested.with_entropy,
             recompute=num_rows > chunk,
-            top_k=top_k if wants_top else 0,
-            selected_ids=None if selected_ids is None else selected_ids.index_select(0, own_targets),
-            kept_ids=None if kept_ids is None else kept_ids.index_select(0, own_targets),
+            top_k=requested.top_k,
+            selected_ids=requested.selected_ids,
+            kept_ids=requested.kept_ids,
         )
-        found = {
-            "logprobs": scored.logprobs,
-            "entropy": scored.entropy,
-            "topk_ids": scored.topk_ids,
-            "topk_logprobs": scored.topk_logprobs,
-            "logprobs_at": scored.selected,
-            "truncated_logprobs": scored.truncated,
-        }
-        for name, values in found.items():
-            if name in names and values is not None:
-                outputs[name] = aligned(values)
-        return outputs
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -320,27 +208,16 @@ def requested_outputs(model: PackedModel, batch: TrainBatch, layout: PackedLayou
     Raises:
         BackendError: see ``PackedModel.forward``; or the batch lacks the token data.
     """
-
-    def named(output: str, argument: str) -> Tensor | None:
-        if output not in request.names:
-            return None
-        name = str(request.arguments.get(argument))
-        if name not in batch.token_data:
-            raise BackendError(
-                f"{output} reads the token data {name!r}, which the batch lacks; it has "
-                f"{', '.join(sorted(batch.token_data)) or 'none'}"
-            )
-        return batch.token_data[name]
-
+    call = TokenOutputs.requested(request, batch)
     outputs: Outputs = model(
         batch.token_ids,
         layout,
-        request.names,
-        request.temperature,
-        batch.loss_mask,
-        top_k=int(request.arguments.get("k", 0)),
-        selected_ids=named("logprobs_at", "ids"),
-        kept_ids=named("truncated_logprobs", "kept"),
+        call.names,
+        call.temperature,
+        call.loss_mask,
+        top_k=call.top_k,
+        selected_ids=call.selected_ids,
+        kept_ids=call.kept_ids,
     )
     return outputs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,9 +48,14 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     }
 
 
-def allocate_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Give every trainable parameter its initial state, for loading into."""
-    for parameter in model.parameters():
+def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Give every trainable parameter its initial state, for loading into.
+
+    Args:
+        optimizer: from ``build_optimizer``.
+        parameters: the tensors that it updates; others, without gradients, are left out.
+    """
+    for parameter in parameters:
         if not parameter.requires_grad or parameter in optimizer.state:
             continue
         if isinstance(optimizer, torch.optim.AdamW):

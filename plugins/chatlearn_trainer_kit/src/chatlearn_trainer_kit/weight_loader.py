@@ -146,3 +146,13 @@ class TrainerWeightLoader(ABC):
         if refusal is not None:
             raise WeightSyncError(f"{self._name}: {shard.name}: {refusal}")
         return name
+
+
+def blend(source: Tensor, target: Tensor, decay: float) -> None:
+    """Set ``target = decay * target + (1 - decay) * source``, in the target's dtype and on its device;
+    decay 0 copies.
+    """
+    if decay == 0.0 or not target.is_floating_point():
+        target.copy_(source)
+    else:
+        target.mul_(decay).add_(source.to(target.device, target.dtype), alpha=1 - decay)

@@ -16,11 +16,12 @@ class Scripted:
     """Answers the requests of a ``RolloutContext`` with prepared texts, in order, and keeps the requests.
 
     A text ends with the end-of-turn token unless the request's ``max_tokens`` cuts it. ``split`` encodes it character
-    by character, as a policy may sample it and no tokenizer would encode it.
+    by character, as a policy may sample it and no tokenizer would encode it. A text may be given in parts, each of
+    which is encoded by itself; this is how a policy writes special tokens within a turn.
     """
 
     tokenizer: Any
-    texts: list[str] = field(default_factory=list)
+    texts: list[str | tuple[str, ...]] = field(default_factory=list)
     asked: list[GenerateRequest] = field(default_factory=list)
     split: bool = True
     delay_s: float = 0.0
@@ -33,7 +34,7 @@ class Scripted:
         if self.fails is not None:
             raise self.fails
         text = self.texts.pop(0)
-        parts = list(text) if self.split else [text]
+        parts = list(text) if self.split or isinstance(text, tuple) else [text]
         ids = [i for part in parts for i in self.tokenizer.encode(part, add_special_tokens=False)]
         ids.append(self.tokenizer.eos_token_id)
         cut = ids[: request.sampling.max_tokens]
@@ -45,5 +46,5 @@ class Scripted:
             finish_reason="stop" if len(cut) == len(ids) else "length",
             sampling=request.sampling,
             version_spans=(VersionSpan(0, len(cut), len(self.asked)),),
-            text=text,
+            text="".join(text),
         )

@@ -1,0 +1,402 @@
+"""Builds the chunks of a model that this rank holds, and computes packed rows with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from chatlearn_core.exceptions import ConfigError, ModelError
+from chatlearn_core.protocols import Head, ModelSource, RoleContext
+from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout
+from chatlearn_hf.meta_start import build_on_meta, local_directory
+from chatlearn_hf.own_head import trunk_of
+from chatlearn_hf.sequence_rope import give_each_sequence_its_rope
+from chatlearn_hf.token_outputs import RequestedLogprobs
+from chatlearn_hf.varlen_attention import PackedLayout
+from chatlearn_losses import TokenLogprobs, token_logprobs_from_hidden
+from chatlearn_megatron import cpu_compatibility
+from chatlearn_megatron.attention import LayerNorm, PackedAttention, PackedRows, RMSNorm
+from chatlearn_megatron.engine_arguments import check_engine_arguments
+from chatlearn_megatron.families import MegatronFamily, family_of
+from chatlearn_megatron.options import MegatronOptions
+from chatlearn_megatron.parallel import MegatronRanks
+from chatlearn_megatron.pieces import Heads, Piece, Place, pieces_of
+from chatlearn_megatron.vocabulary import sharded_logprobs
+
+MAX_LOGITS_ELEMENTS = 1 << 25
+"""Default number of logits (tokens x this rank's vocabulary) held at once, 128 MiB in float32."""
+
+
+class PackedGPT(GPTModel):  # type: ignore[misc]  # Megatron-Core is not typed
+    """Megatron-Core's model whose forward pass takes packed rows; the last stage returns last hidden states [R, H]."""
+
+    def __init__(self, *args: Any, head: Head, score_bias: bool, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.head = head
+        if head != "lm" and self.post_process:
+            del self.output_layer
+            self.score = nn.Linear(self.config.hidden_size, 1, bias=score_bias, dtype=self.config.params_dtype)
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **named: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            # The heads' inputs are the same on every tensor parallel rank, and so are their gradients.
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        return hidden_states.squeeze(1)
+
+
+@dataclass(slots=True)
+class MegatronModel:
+    """The chunks of a model on this rank, and what is needed to run and name them."""
+
+    chunks: list[PackedGPT]
+    family: MegatronFamily
+    hf: PreTrainedModel
+    """The whole model on the ``meta`` device: configuration, names and shapes."""
+    layout: CheckpointLayout
+    places: Mapping[str, Place]
+    head: Head
+    ranks: MegatronRanks
+    logits_chunk_tokens: int | None
+    rotary: nn.Module | None
+    shapes: dict[str, tuple[int, ...]] = field(init=False)
+    """Shape of every checkpoint tensor by name."""
+
+    def __post_init__(self) -> None:
+        self.shapes = {
+            name: shape for entry in self.layout.tensors for name, shape in zip(entry.names, entry.shapes, strict=True)
+        }
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Megatron-Core's configuration, which its schedules read."""
+        return self.chunks[0].config
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.hf.config.get_text_config().vocab_size)
+
+    def rows(self, layout: PackedLayout) -> PackedRows:
+        """Return what attention needs of a packed row, on the layout's device."""
+        rotary = None
+        if self.rotary is not None:
+            positions = layout.position_ids
+            if layout.ulysses is not None:
+                positions = layout.ulysses.split(positions)
+            shape = torch.empty(0, dtype=self.config.params_dtype, device=positions.device)
+            with torch.no_grad():
+                rotary = self.rotary(shape, positions[None])
+        return PackedRows(layout=layout, rotary=rotary, windows=_windows(self.hf.config))
+
+    def hidden(self, chunk: nn.Module, token_ids: Tensor, rows: PackedRows) -> Tensor:
+        """Run one chunk. Returns the last hidden states [R, H] on the last stage, otherwise what the next one takes."""
+        positions = rows.layout.position_ids
+        if rows.layout.ulysses is not None:
+            token_ids, positions = rows.layout.ulysses.split(token_ids), rows.layout.ulysses.split(positions)
+        output: Tensor = chunk(token_ids[None], positions[None], None, packed_seq_params=rows)
+        return output
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """Return [N] float32 scores of hidden states [N, H]."""
+        values: Tensor = self.chunks[-1].score(hidden).squeeze(-1).float()
+        return values
+
+    def logprobs(self, hidden: Tensor, labels: Tensor, requested: RequestedLogprobs) -> TokenLogprobs:
+        """Return the logprobs of labels [N] after hidden states [N, H]."""
+        last = self.chunks[-1]
+        tied = last.share_embeddings_and_output_weights
+        weight = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
+        shard = self.ranks.shard(expert=False)
+        first = shard.rank * weight.shape[0]
+        weight = weight[: max(0, min(weight.shape[0], self.vocab_size - first))]
+        chunk = self.logits_chunk_tokens or max(1, MAX_LOGITS_ELEMENTS // max(1, weight.shape[0]))
+        chunk = min(chunk, max(1, len(hidden)))
+        if shard.size > 1:
+            return sharded_logprobs(
+                hidden, weight, labels, requested, group=self.ranks.tensor, first_id=first, chunk_tokens=chunk
+            )
+        return token_logprobs_from_hidden(
+            hidden,
+            weight,
+            labels,
+            temperature=requested.temperature,
+            chunk_tokens=chunk,
+            with_entropy=requested.with_entropy,
+            recompute=len(hidden) > chunk,
+            top_k=requested.top_k,
+            selected_ids=requested.selected_ids,
+            kept_ids=requested.kept_ids,
+        )
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of all chunks."""
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the parts of checkpoint tensors that this rank holds, in the order of its layers."""
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters():
+                yield from self.pieces_of(chunk, name, parameter)
+
+    def pieces_of(self, chunk: PackedGPT, name: str, values: Tensor) -> list[Piece]:
+        """Return the pieces of a parameter's values, or of others of its shape (gradients, moments).
+
+        Raises:
+            ModelError: the family has no place for the parameter.
+        """
+        place, shapes = self.place_of(chunk, name)
+        return pieces_of(
+            place,
+            values,
+            shapes,
+            self.ranks.shard(expert=place.expert),
+            _heads(self.config),
+        )
+
+    def place_of(self, chunk: PackedGPT, name: str) -> tuple[Place, list[tuple[int, ...]]]:
+        """Return a parameter's place, with indices filled in, and the shapes of its checkpoint tensors.
+
+        Raises:
+            ModelError: the family has no place for the parameter.
+        """
+        indices, pattern = _indices(chunk, name, self.ranks)
+        place, shapes = self.places.get(pattern), self.shapes
+        if pattern == "output_layer.weight" and place is not None and place.parts[0].name not in shapes:
+            # A tied head has no tensor of its own; the last of several stages holds a copy of the embedding.
+            place = self.places["embedding.word_embeddings.weight"]
+        if place is None:
+            raise ModelError(
+                f"Megatron-Core's parameter {name} has no place in a checkpoint of {self.hf.config.model_type}; a"
+                f" MegatronFamily must describe {pattern}"
+            )
+        parts = tuple(dataclasses.replace(part, name=part.name.format(**indices)) for part in place.parts)
+        return dataclasses.replace(place, parts=parts), [shapes[part.name] for part in parts]
+
+
+def build_model(
+    options: MegatronOptions, context: RoleContext, source: ModelSource, ranks: MegatronRanks
+) -> MegatronModel:
+    """Build this rank's chunks with undefined weights.
+
+    Raises:
+        ModelError: the architecture is not supported, or its sizes cannot be split over the ranks.
+        ConfigError: an engine argument is not a field of ``TransformerConfig``.
+    """
+    fields = {entry.name for entry in dataclasses.fields(TransformerConfig)}
+    check_engine_arguments(context.role, context.engine_arguments, fields)
+    hf = build_on_meta(
+        local_directory(source.path), source.head, attention="eager", trust_remote_code=source.trust_remote_code
+    )
+    text = hf.config.get_text_config()
+    family = family_of(text, source.path, _own_family(options.family, context.role))
+    arguments = family.arguments(text)
+    check_sizes(arguments, int(text.vocab_size), options, source.path)
+    device = torch.device(context.device)
+    config = _transformer_config(arguments, options, context)
+    layout = checkpoint_layout(hf)
+    names = {name for entry in layout.tensors for name in entry.names}
+    tied = bool(text.tie_word_embeddings) and source.head == "lm"
+    chunks: list[PackedGPT] = []
+    for stage in range(options.virtual_pipeline):
+        virtual = stage if options.virtual_pipeline > 1 else None
+        with cpu_compatibility.without_cuda_copies(device):
+            chunk = PackedGPT(
+                config=config,
+                transformer_layer_spec=_layer_spec(config, virtual),
+                vocab_size=-(-int(text.vocab_size) // options.tensor_parallel) * options.tensor_parallel,
+                max_sequence_length=int(text.max_position_embeddings),
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
+                parallel_output=True,
+                share_embeddings_and_output_weights=tied,
+                position_embedding_type="none" if family.rotary else "learned_absolute",
+                vp_stage=virtual,
+                head=source.head,
+                score_bias="score.bias" in names,
+            )
+        chunks.append(chunk.to(device))
+    rotary = None
+    if family.rotary:
+        embedding: Any = type(trunk_of(hf).rotary_emb)
+        rotary = embedding(config=text).to(device)
+        give_each_sequence_its_rope(rotary)
+    model = MegatronModel(
+        chunks, family, hf, layout, family.places(text), source.head, ranks, options.logits_chunk_tokens, rotary
+    )
+    _mark_split_parameters(model)
+    return model
+
+
+def _mark_split_parameters(model: MegatronModel) -> None:
+    """Mark the parameters of which each tensor parallel rank holds another part, as initialisation would have done.
+
+    Megatron-Core counts an unmarked one on the first rank only: the gradient norm, and with it clipping, would be
+    wrong.
+    """
+    for chunk in model.chunks:
+        for name, parameter in chunk.named_parameters():
+            place, _ = model.place_of(chunk, name)
+            parameter.tensor_model_parallel = place.kind != "whole"
+
+
+def check_sizes(arguments: Mapping[str, Any], vocab_size: int, options: MegatronOptions, path: str) -> None:
+    """Refuse a layout that does not divide the model, before anything is allocated.
+
+    Raises:
+        ModelError: names every size that does not fit, and the sizes that do.
+    """
+    tp, pp, cp = options.tensor_parallel, options.pipeline_parallel, options.context_parallel
+    stages = pp * options.virtual_pipeline
+    query, key = int(arguments["num_attention_heads"]), int(arguments["num_query_groups"])
+    layers, experts = int(arguments["num_layers"]), int(arguments.get("num_moe_experts") or 0)
+    lines: list[str] = []
+
+    def divides(what: str, number: int, option: str, size: int) -> None:
+        if number % size:
+            fitting = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+            lines.append(f"{option} {size} does not divide the model's {number} {what}; it may be {fitting}")
+
+    divides("query heads", query, "tensor_parallel", tp)
+    divides("key-value heads", key, "tensor_parallel", tp)
+    if query % tp == 0:
+        divides(f"query heads of each of {tp} tensor parallel ranks", query // tp, "context_parallel", cp)
+    divides("layers", layers, "pipeline_parallel x virtual_pipeline", stages)
+    widths = {"MLP width": arguments["ffn_hidden_size"]}
+    for what, width in widths.items():
+        divides(what, int(width), "tensor_parallel", tp)
+    if -(-vocab_size // tp) * (tp - 1) >= vocab_size:
+        lines.append(f"tensor_parallel {tp} leaves a rank without a part of the vocabulary of {vocab_size} tokens")
+    if experts:
+        if tp > 1 and not options.sequence_parallel:
+            lines.append(f"tensor_parallel {tp} with experts needs sequence_parallel: true")
+        divides("experts", experts, "expert_parallel", options.expert_parallel)
+        divides("expert width", int(arguments["moe_ffn_hidden_size"]), "expert_tensor_parallel", options.expert_tensor)
+    elif options.expert_parallel > 1:
+        lines.append(f"expert_parallel is {options.expert_parallel}, but the model has no experts; set it to 1")
+    if lines:
+        raise ModelError(f"{path} cannot be split as the options say:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _own_family(name: str | None, role: str) -> MegatronFamily | None:
+    if name is None:
+        return None
+    module, _, attribute = name.partition(":")
+    try:
+        family = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"roles.{role}.options.family is {name!r}, which cannot be imported: {error}") from error
+    if not isinstance(family, MegatronFamily):
+        raise ConfigError(
+            f"roles.{role}.options.family is {name!r}, a {type(family).__name__}; it must be a MegatronFamily"
+        )
+    return family
+
+
+def _transformer_config(
+    arguments: Mapping[str, Any], options: MegatronOptions, context: RoleContext
+) -> TransformerConfig:
+    dtype: torch.dtype = getattr(torch, options.param_dtype)
+    recompute: dict[str, Any] = {}
+    if options.gradient_checkpointing and context.trainable:
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    given: dict[str, Any] = {
+        "tensor_model_parallel_size": options.tensor_parallel,
+        "pipeline_model_parallel_size": options.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": options.virtual_pipeline if options.virtual_pipeline > 1 else None,
+        "context_parallel_size": options.context_parallel,
+        "cp_comm_type": "a2a",
+        "expert_model_parallel_size": options.expert_parallel,
+        "expert_tensor_parallel_size": options.expert_tensor,
+        "sequence_parallel": options.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # The interleaved schedule exchanges activations and gradients with the same neighbour if there are two stages.
+        # Megatron-Core keeps their order right only with single messages of known lengths.
+        "variable_seq_lengths": options.virtual_pipeline == 1,
+        "overlap_p2p_comm": options.virtual_pipeline > 1,
+        "batch_p2p_comm": options.virtual_pipeline == 1,
+        "moe_token_dispatcher_type": "alltoall",  # the only one for rows of varying lengths
+        # Losses are parts of a global sum: neither micro-batches nor ranks average.
+        "calculate_per_token_loss": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "perform_initialization": False,  # weights are read
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+    }
+    try:
+        return TransformerConfig(**(given | recompute | dict(arguments) | dict(context.engine_arguments)))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"roles.{context.role}: Megatron-Core refuses the configuration: {error or type(error).__name__}"
+        ) from error
+
+
+def _layer_spec(config: TransformerConfig, virtual: int | None) -> TransformerBlockSubmodules:
+    """Return Megatron-Core's local layers of this stage, with the attention and norms of this package."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=virtual)
+    norm = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+    for layer in block.layer_specs:
+        assert isinstance(layer, ModuleSpec), "a layer of the local specification is a ModuleSpec"
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = norm
+        attention = parts.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = norm
+    block.layer_norm = norm
+    return block
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None)
+    if window is None:
+        return ()
+    if kinds is None:  # Mistral: every layer
+        return (int(window),) * int(text.num_hidden_layers)
+    windows = tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def _heads(config: TransformerConfig) -> Heads:
+    return Heads(int(config.num_attention_heads), int(config.num_query_groups), int(config.kv_channels))
+
+
+def _indices(chunk: PackedGPT, name: str, ranks: MegatronRanks) -> tuple[dict[str, int], str]:
+    """Return the indices of layer and expert in the whole model, and the name with placeholders for them."""
+    parts = name.split(".")
+    indices: dict[str, int] = {}
+    if parts[:2] == ["decoder", "layers"]:
+        offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
+        indices["layer"], parts[2] = int(parts[2]) + int(offset), "{layer}"
+    if "local_experts" in parts:
+        at = parts.index("local_experts") + 1
+        per_rank = int(chunk.config.num_moe_experts) // ranks.expert.size()
+        indices["expert"], parts[at] = int(parts[at]) + per_rank * ranks.expert.rank(), "{expert}"
+    return indices, ".".join(parts)

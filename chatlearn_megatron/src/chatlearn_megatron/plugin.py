@@ -1,0 +1,60 @@
+"""Registers the trainer ``megatron``. Imports no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from chatlearn_core.plugins import hookimpl
+from chatlearn_core.plugins.records import TrainerSpec
+
+
+@hookimpl
+def chatlearn_trainers() -> Iterable[TrainerSpec]:
+    """Register the trainer ``megatron``."""
+    return [
+        TrainerSpec(
+            name="megatron",
+            summary="Megatron-Core: tensor, pipeline, context and expert parallelism, distributed optimizer",
+            factory="chatlearn_megatron.trainer:MegatronTrainer",
+            options="chatlearn_megatron.options:MegatronOptions",
+            check_engine="chatlearn_megatron.engine_arguments:engine_problems",
+            requires=(("megatron-core==0.16.1",), ("torch>=2.13,<2.14",), ("transformers>=5.16.1,<5.20",)),
+            heads=frozenset({"lm", "value", "reward"}),
+            outputs=frozenset(
+                {
+                    "logprobs",
+                    "entropy",
+                    "topk_ids",
+                    "topk_logprobs",
+                    "logprobs_at",
+                    "truncated_logprobs",
+                    "values",
+                    "scores",
+                    "hidden_states",
+                }
+            ),
+            exports=frozenset({"full_tensors", "boxes"}),
+            channels=frozenset({"tensors", "boxes"}),
+            parallel={
+                "tp": "tensor_parallel",
+                "pp": "pipeline_parallel",
+                "cp": "context_parallel",
+                "ep": "expert_parallel",
+            },
+            reshards=True,
+            layout_options=(
+                "tensor_parallel",
+                "pipeline_parallel",
+                "virtual_pipeline",
+                "context_parallel",
+                "expert_parallel",
+                "expert_tensor_parallel",
+                "sequence_parallel",
+                "overlap",
+                "gradient_checkpointing",
+                "max_tokens_per_micro_batch",
+                "logits_chunk_tokens",
+                "num_threads",
+            ),
+        )
+    ]

@@ -1,0 +1,125 @@
+"""Tiny models, a batch, and ranks that do jobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chatlearn_core.types import TrainBatch, cumulative_lengths
+from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
+from chatlearn_testing.fork_server import ForkServer
+
+LENGTHS = [17, 40, 1, 7, 38, 22, 9]
+RANKS_DEADLINE_S = 240.0
+FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "gpt2")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def batch() -> TrainBatch:
+    """Seven sequences of random tokens; ``loss_weight`` is a token mean over the batch."""
+    generator = torch.Generator().manual_seed(0)
+    total, bounds, count = sum(LENGTHS), cumulative_lengths(LENGTHS), len(LENGTHS)
+    mask = torch.rand(total, generator=generator) < 0.7
+    mask[bounds[:-1].long()] = False
+    return TrainBatch(
+        sample_ids=tuple(f"s{i}" for i in range(count)),
+        token_ids=torch.randint(0, 300, (total,), generator=generator),
+        cu_seqlens=bounds,
+        loss_mask=mask,
+        unit_index=torch.arange(count),
+        group_index=torch.arange(count),
+        token_data={
+            "loss_weight": mask / mask.sum(),
+            "advantages": torch.randn(total, generator=generator),
+            "chosen": torch.randint(0, 300, (total, 2), generator=generator),
+        },
+        sequence_data={"target": torch.randn(count, generator=generator)},
+    )
+
+
+def _model(directory: Path, family: str) -> str:
+    """Write a tiny model of four layers; the vocabulary of ``qwen2`` is odd, so that tensor parallel ranks pad it."""
+    if family == "gpt2":
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        tokenizer = build_tiny_tokenizer()
+        shape = AutoConfig.for_model(
+            "gpt2", vocab_size=len(tokenizer), n_embd=64, n_layer=4, n_head=4, n_positions=512, bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+        )  # fmt: skip
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+            for name, parameter in model.named_parameters():
+                torch.nn.init.normal_(parameter, 1.0 if "ln_" in name and name.endswith("weight") else 0.0, 0.1)
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        return str(directory)
+    tokenizer = build_tiny_tokenizer(extra_tokens=["<|odd|>"]) if family == "qwen2" else None
+    return str(build_tiny_model(directory, family, layers=4, tie=family != "llama", tokenizer=tokenizer))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """``model_of(family)``: directory of a tiny model with four layers."""
+    made: dict[str, str] = {}
+
+    def of(family: str) -> str:
+        if family not in made:
+            made[family] = _model(tmp_path_factory.mktemp("models") / family, family)
+        return made[family]
+
+    return of
+
+
+def _run_jobs(
+    server: ForkServer, jobs: Mapping[str, Mapping[str, Any]], batch: TrainBatch, directory: Path
+) -> dict[str, list[dict[str, Any]]]:
+    """Start as many rank processes as the largest job needs and let them do all jobs; answers of every rank, by job.
+
+    See ``rank_process.do_job`` for the keys of a job.
+    """
+    defaults = {"head": "lm", "world": 1, "updates": 1, "options": {}, "load": None, "save": None, "take": None}
+    complete = {name: defaults | dict(job) for name, job in jobs.items()}
+    for name, job in complete.items():
+        job["rendezvous"] = f"file://{directory / name}.rendezvous" if job["world"] > 1 else None
+    directory.mkdir(parents=True)
+    torch.save({"jobs": complete, "batch": batch}, directory / "work.pt")
+    size = max(job["world"] for job in complete.values())
+    ranks = [server.start("megatron_rank_process:main", str(rank), str(directory)) for rank in range(size)]
+    try:
+        deadline = time.monotonic() + RANKS_DEADLINE_S
+        # A rank that died leaves the others waiting for it, so the first to fail ends it.
+        while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
+            assert time.monotonic() < deadline, "the ranks did not finish"
+            time.sleep(0.1)
+        assert not any(rank.returncode for rank in ranks), "a rank failed; its error is above"
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return {
+        name: [torch.load(directory / f"{name}.rank{rank}.pt", weights_only=False) for rank in range(job["world"])]
+        for name, job in complete.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def run_jobs() -> Iterator[Callable[..., dict[str, list[dict[str, Any]]]]]:
+    """``run_jobs(jobs, batch, directory)``, see ``_run_jobs``."""
+    with ForkServer("megatron_rank_process", path=[str(Path(__file__).parent)]) as server:
+        yield partial(_run_jobs, server)

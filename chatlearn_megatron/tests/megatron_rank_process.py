@@ -1,0 +1,120 @@
+"""One rank of trainers that need several, forked by the fixture ``run_jobs`` from a process that has this imported.
+
+``work.pt`` in its directory lists jobs, which the process does one after the other. A rank takes part in a job that has
+that many ranks, and leaves its answer in ``<job>.rank<r>.pt``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chatlearn_core.protocols import LossOutput, ModelSource, RoleContext
+from chatlearn_core.types import OutputRequest, Outputs, TrainBatch, WeightShard
+from chatlearn_megatron.options import MegatronOptions
+from chatlearn_megatron.trainer import MegatronTrainer
+
+TEMPERATURE = 0.7
+REQUESTS = {
+    "lm": {"logprobs", "entropy", "topk_ids", "topk_logprobs", "logprobs_at", "hidden_states"},
+    "value": {"values"},
+    "reward": {"scores"},
+}
+
+
+class HeadLoss:
+    """-sum w (A logprob + 0.1 entropy), sum w (value - A)^2, or sum (score - target)^2."""
+
+    unit = "sequence"
+
+    def __init__(self, head: str) -> None:
+        names = {"lm": {"logprobs", "entropy"}, "value": {"values"}, "reward": {"scores"}}[head]
+        self.needs = OutputRequest(frozenset(names), TEMPERATURE)
+        self.head = head
+
+    def prepare(self, batch: TrainBatch) -> TrainBatch:
+        return batch
+
+    def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
+        weight, advantage = batch.token_data["loss_weight"], batch.token_data["advantages"]
+        if self.head == "lm":
+            return LossOutput(-(weight * (advantage * outputs["logprobs"] + 0.1 * outputs["entropy"])).sum())
+        if self.head == "value":
+            return LossOutput((weight * (outputs["values"] - advantage) ** 2).sum())
+        return LossOutput(((outputs["scores"] - batch.sequence_data["target"]) ** 2).sum())
+
+
+def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
+    """Do what the job says, and return what the rank saw.
+
+    Keys: ``model``, ``head``, ``world``, ``options``, ``updates``; ``load`` and ``save``: directories of checkpoints;
+    ``take``: file of another trainer's stream of boxes, which this one follows at the end.
+    """
+    context = RoleContext(
+        "trainer",
+        ModelSource(job["model"], job["model"], head=job["head"]),
+        rank=rank,
+        world_size=job["world"],
+        trainable=True,
+        rendezvous=job["rendezvous"],
+    )
+    options = {"learning_rate": 1.0, "optimizer": "sgd", "grad_clip": None, "max_tokens_per_micro_batch": 60}
+    trainer = MegatronTrainer(MegatronOptions(**(options | job["options"])), context)
+    trainer.setup()
+    if job["load"]:
+        trainer.load(Path(job["load"]))
+    count = trainer.data_parallel_size
+    own = list(range(trainer.data_parallel_rank, batch.num_sequences, count))
+    mine = batch.select(own)
+    answer: dict[str, Any] = {"own": own, "before": _full(trainer)}
+    request = OutputRequest(frozenset(REQUESTS[job["head"]]), TEMPERATURE, {"k": 3, "ids": "chosen"})
+    answer["computed"] = trainer.compute(mine, request)
+    answer["metrics"] = [
+        {name: metric.total for name, metric in trainer.update(mine, HeadLoss(job["head"])).items()}
+        for _ in range(job["updates"])
+    ]
+    if job["save"]:
+        answer["facts"] = trainer.save(Path(job["save"]))
+    answer["after"] = _full(trainer)
+    answer["boxes"] = [
+        (shard.name, shard.global_shape, shard.box, shard.owner_rank, shard.tensor.clone())
+        for shard in trainer.weights("boxes")
+    ]
+    trainer.offload(["weights", "gradients", "optimizer"])
+    answer["offloaded_bytes"] = sum(trainer.live_bytes(part) for part in ("weights", "gradients", "optimizer"))
+    trainer.onload(["weights", "gradients", "optimizer"])
+    answer["again"] = _full(trainer)
+    if job["take"]:
+        sent = torch.load(job["take"], weights_only=False)
+
+        async def take() -> None:
+            loader = trainer.weight_loader(0.0)
+            await loader.begin(1, trainer.manifest())
+            for entry in sent:
+                await loader.load_boxes([WeightShard(*entry)])
+            await loader.finish()
+
+        asyncio.run(take())
+        answer["taken"] = _full(trainer)
+    trainer.close()
+    return answer
+
+
+def _full(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    return {shard.name: shard.tensor.clone() for shard in trainer.weights()}
+
+
+def main(number: str, folder: str) -> None:
+    """The program of rank ``number``."""
+    warnings.filterwarnings("ignore")
+    rank, directory = int(number), Path(folder)
+    torch.set_num_threads(1)
+    work = torch.load(directory / "work.pt", weights_only=False)
+    for name, job in work["jobs"].items():
+        if rank < job["world"]:
+            answer = do_job(job, rank, work["batch"])
+            torch.save(answer, directory / f"{name}.rank{rank}.pt")

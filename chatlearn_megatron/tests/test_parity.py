@@ -1,0 +1,199 @@
+"""Every layout of ranks computes what plain transformers compute: outputs, loss, gradient norm and each gradient."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from chatlearn_core.types import TrainBatch
+from chatlearn_hf.checkpoint_names import checkpoint_layout, checkpoint_tensors
+from chatlearn_hf.heads import load_model
+
+TEMPERATURE = 0.7
+TP, PP, CP, SP, EP = "tensor_parallel", "pipeline_parallel", "context_parallel", "sequence_parallel", "expert_parallel"
+LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "qwen3": [
+        (1, {"gradient_checkpointing": True, "logits_chunk_tokens": 7}),
+        (2, {"overlap": True}),
+        (2, {CP: 2}),
+        (2, {PP: 2, "virtual_pipeline": 2}),
+        (4, {TP: 2, PP: 2, SP: True}),
+        (4, {TP: 2, CP: 2, "logits_chunk_tokens": 7}),
+    ],
+    "qwen3_moe": [
+        (2, {EP: 2}),
+        (2, {TP: 2, SP: True, EP: 2, "expert_tensor_parallel": 1}),
+        (4, {TP: 2, SP: True, EP: 2}),
+        (4, {PP: 2, "virtual_pipeline": 2, EP: 2}),
+    ],
+    "qwen2": [(2, {TP: 2, SP: True})],
+    "llama": [(2, {PP: 2})],
+    "gpt2": [(1, {}), (2, {TP: 2})],
+}
+CASES = [(family, world, options) for family, layouts in LAYOUTS.items() for world, options in layouts]
+
+
+def _name(case: tuple[str, int, dict[str, Any]]) -> str:
+    family, world, options = case
+    return f"{family}-{world}-" + "-".join(f"{key}{value}" for key, value in options.items())
+
+
+@pytest.fixture(scope="module")
+def answers(
+    run_jobs: Callable[..., Any],
+    model_of: Callable[[str], str],
+    batch: TrainBatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Any:
+    jobs: dict[str, Any] = {
+        _name(case): {"model": model_of(case[0]), "world": case[1], "options": case[2]} for case in CASES
+    }
+    for head in ("value", "reward"):
+        jobs[head] = {"model": model_of("qwen3"), "world": 2, "options": {TP: 2, SP: True}, "head": head}
+    return run_jobs(jobs, batch, tmp_path_factory.mktemp("parity") / "jobs")
+
+
+def _loss(head: str, outputs: dict[str, torch.Tensor], batch: TrainBatch) -> torch.Tensor:
+    """The loss that the ranks compute in parts."""
+    weight, advantage = batch.token_data["loss_weight"], batch.token_data["advantages"]
+    if head == "lm":
+        return -(weight * (advantage * outputs["logprobs"] + 0.1 * outputs["entropy"])).sum()
+    if head == "value":
+        return (weight * (outputs["values"] - advantage) ** 2).sum()
+    return ((outputs["scores"] - batch.sequence_data["target"]) ** 2).sum()
+
+
+def plain(path: str, head: str, batch: TrainBatch) -> tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
+    """Outputs [T] or [S], loss, and gradients by checkpoint name, from transformers on each sequence alone."""
+    model: PreTrainedModel = load_model(path, head, attention="eager", seed=0)  # type: ignore[arg-type]
+    bounds = batch.cu_seqlens.tolist()
+    outputs: dict[str, list[torch.Tensor]] = {}
+    for start, stop in itertools.pairwise(bounds):
+        tokens = batch.token_ids[start:stop]
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+        if head == "reward":
+            outputs.setdefault("scores", []).append(logits.reshape(-1)[-1:])
+            continue
+        masked = batch.loss_mask[start:stop]
+        first = logits.new_zeros(1)
+        if head == "value":
+            values = torch.cat([first, logits[:-1, 0]])
+            outputs.setdefault("values", []).append(torch.where(masked, values, 0.0))
+            continue
+        rows = (logits[:-1] / TEMPERATURE).log_softmax(-1)
+        chosen = torch.cat([first, rows.gather(-1, tokens[1:, None]).squeeze(-1)])
+        entropy = torch.cat([first, -(rows.exp() * rows).sum(-1)])
+        outputs.setdefault("logprobs", []).append(torch.where(masked, chosen, 0.0))
+        outputs.setdefault("entropy", []).append(torch.where(masked, entropy, 0.0))
+    joined = {name: torch.cat(parts) for name, parts in outputs.items()}
+    total = _loss(head, joined, batch)
+    total.backward()
+    layout = checkpoint_layout(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+    gradients = {name: tensor.clone() for name, tensor in checkpoint_tensors(model, layout)}
+    return {name: value.detach() for name, value in joined.items()}, float(total), gradients
+
+
+def check(answer: list[dict[str, Any]], path: str, head: str, batch: TrainBatch) -> None:
+    outputs, loss, gradients = plain(path, head, batch)
+    bounds = batch.cu_seqlens.tolist()
+    for rank in answer:
+        for name, expected in outputs.items():
+            parts = [
+                expected[i : i + 1] if name == "scores" else expected[bounds[i] : bounds[i + 1]] for i in rank["own"]
+            ]
+            torch.testing.assert_close(rank["computed"][name], torch.cat(parts), rtol=1e-4, atol=1e-4)
+    assert sum(rank["metrics"][0].get("loss", 0.0) for rank in answer) == pytest.approx(loss, rel=1e-5, abs=1e-5)
+    norms = [rank["metrics"][0]["grad_norm"] for rank in answer if "grad_norm" in rank["metrics"][0]]
+    assert norms == [pytest.approx(math.sqrt(sum(float(g.norm()) ** 2 for g in gradients.values())), rel=1e-4)]
+    # One step of SGD with learning rate 1 and no clipping: the weights differ by the gradient.
+    moved = {name: answer[0]["before"][name] - answer[0]["after"][name] for name in gradients}
+    for name, gradient in gradients.items():
+        assert float((moved[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()) + 1e-6, name
+    for rank in answer:
+        for when in ("after", "again"):
+            assert all(torch.equal(rank[when][name], answer[0]["after"][name]) for name in gradients)
+        assert rank["offloaded_bytes"] == 0
+    covered = {name: torch.full_like(tensor, math.nan) for name, tensor in answer[0]["after"].items()}
+    for rank in answer:
+        for name, _, box, _, tensor in rank["boxes"]:
+            place = covered[name][tuple(slice(first, last) for first, last in box)]
+            assert place.isnan().all(), f"{name}: a part is streamed twice"
+            place.copy_(tensor)
+    assert all(torch.equal(covered[name], answer[0]["after"][name]) for name in gradients)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_a_layout_equals_plain_transformers(
+    case: tuple[str, int, dict[str, Any]], answers: Any, model_of: Callable[[str], str], batch: TrainBatch
+) -> None:
+    check(answers[_name(case)], model_of(case[0]), "lm", batch)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["value", "reward"])
+def test_heads_equal_plain_transformers(
+    head: str, answers: Any, model_of: Callable[[str], str], batch: TrainBatch
+) -> None:
+    check(answers[head], model_of("qwen3"), head, batch)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_checkpoints_resume_in_other_layouts(
+    run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
+) -> None:
+    """Two updates, a checkpoint and a third update give the same weights in every layout; bit for bit in the same."""
+    path, adam = model_of("qwen3_moe"), {"optimizer": "adamw", "learning_rate": 1e-3}
+    layouts = {"one": (1, {}), "split": (2, {TP: 2, SP: True}), "stages": (2, {PP: 2, "virtual_pipeline": 2})}
+    first = {
+        name: {"model": path, "world": world, "options": adam | options, "updates": 2, "save": str(tmp_path / name)}
+        for name, (world, options) in layouts.items()
+    }
+    straight = {"model": path, "options": adam, "updates": 3}
+    resumed = {
+        f"{saved}-{name}": {
+            "model": path, "world": world, "options": adam | options, "load": str(tmp_path / saved),
+        }
+        for saved in layouts
+        for name, (world, options) in layouts.items()
+    }  # fmt: skip
+    found = run_jobs(first | {"straight": straight} | resumed, batch, tmp_path / "jobs")
+    expected = found["straight"][0]["after"]
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found["one-one"][0]["after"].items())
+    for saved in layouts:
+        for name in layouts:
+            for tensor_name, tensor in found[f"{saved}-{name}"][0]["after"].items():
+                # Adam divides by the root of tiny second moments, which magnifies rounding in the last bit.
+                torch.testing.assert_close(tensor, expected[tensor_name], rtol=0, atol=1e-4, msg=tensor_name)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_boxes_of_one_layout_are_taken_by_another(
+    run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
+) -> None:
+    """A stream of parts from tensor parallel stages arrives bit for bit in context and data parallel ranks."""
+    path = model_of("qwen3")
+    sender = run_jobs({"sender": {"model": path, "world": 4, "options": {TP: 2, PP: 2}}}, batch, tmp_path / "sender")
+    torch.save([entry for rank in sender["sender"] for entry in rank["boxes"]], tmp_path / "sent.pt")
+    jobs = {
+        "other": {"model": path, "world": 2, "options": {PP: 2}, "take": str(tmp_path / "sent.pt")},
+        "split": {"model": path, "world": 2, "options": {TP: 2}, "take": str(tmp_path / "sent.pt")},
+    }
+    for ranks in run_jobs(jobs, batch, tmp_path / "receivers").values():
+        for rank in ranks:
+            for name, tensor in sender["sender"][0]["after"].items():
+                assert torch.equal(rank["taken"][name], tensor), name
