@@ -33,7 +33,7 @@ SANDBOX_FILES = {"chatlearn-rewards": {"code_wire"}}
 """Files of a distribution that its scripts import by name, since they lie side by side in the sandbox."""
 ENGINES = {"chatlearn-vllm": "vllm", "chatlearn-sglang": "sglang"}
 """Imported in the interpreter that holds the engine, which may be another one."""
-COMPANIONS = {"pydantic-core": "pydantic"}
+COMPANIONS = {"mcp-types": "mcp", "pydantic-core": "pydantic"}
 """Distributions that come with another, which pins them."""
 LIBRARIES = {
     "chatlearn-chat",

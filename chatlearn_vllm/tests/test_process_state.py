@@ -124,7 +124,7 @@ def test_memory_that_a_reload_frees_is_kept_unless_the_user_says_otherwise(envir
     script = """
 import torch
 from pathlib import Path
-from chatlearn_vllm.engine_side.process_state import keep_freed_memory
+from chatlearn_vllm.engine_side.process_state import keep_freed_memory, return_freed_memory
 
 def resident_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
@@ -132,10 +132,13 @@ def resident_mib():
 done = keep_freed_memory()
 before = resident_mib()
 tensor = torch.ones(64 << 20, dtype=torch.uint8)
+above = torch.ones(1 << 20, dtype=torch.uint8)  # keeps the freed memory from being the end of the heap
 held = resident_mib()
 del tensor
-print(done, held - before >= 60, resident_mib() - before >= 60)
+freed = resident_mib()
+return_freed_memory()
+print(done, held - before >= 60, freed - before >= 60, resident_mib() - before >= 60)
 """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))} | environment
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert run.stdout.split() == [str(is_kept), "True", str(is_kept)]
+    assert run.stdout.split() == [str(is_kept), "True", str(is_kept), "False"]

@@ -234,7 +234,7 @@ class HostedEngine:
         async with self._loading:
             alone = self._paused is None
             if alone:
-                await self._pause("in_place")
+                await self.begin_weights()  # a request that ended may still occupy the cache; "in_place" would keep it
             await self._open_session()
             ranks = self._engine.server_args.tp_size
             payload = encode(operation, content, self._outcome.path)

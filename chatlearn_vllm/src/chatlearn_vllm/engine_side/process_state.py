@@ -106,6 +106,15 @@ def keep_freed_memory() -> bool:
     return all(mallopt(what, _KEPT_BYTES) == 1 for what in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
 
 
+def return_freed_memory() -> None:
+    """Give the memory that was freed so far back to the system, where the C library is glibc.
+
+    Without this, parts of an offloaded engine would stay with the process, because of ``keep_freed_memory`` above all.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def set_environment(variables: dict[str, str], defaults: dict[str, str]) -> None:
     """Set ``variables``, and those of ``defaults`` that the user has not set."""
     os.environ.update(variables)

@@ -16,6 +16,7 @@ from torch import nn
 from chatlearn_hosting.engine_side.emptied_storages import EmptiedStorages, storages_of
 
 from .packed_linear import UnpackedLinear, is_packed, packed_bytes, packed_tensors
+from .process_state import return_freed_memory
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """Names of the parts, equal to those of vLLM's allocator."""
@@ -65,6 +66,7 @@ class WorkerMemory:
             parameters = {storage._cdata for storage in storages_of(m._parameters for m in self._modules())}
             kept = [storage for storage in weights if keep_values or storage._cdata not in parameters]
             self._emptied[WEIGHTS] = EmptiedStorages(weights, kept=kept)
+        return_freed_memory()
 
     def wake(self, parts: Iterable[str]) -> None:
         """Restore the memory of parts; CPU only. The KV cache returns empty."""
