@@ -107,7 +107,7 @@ PAIRWISE = (
     Bench("local", "sglang", 1, tied=False, trainers=LOCAL),
     Bench("ray", "sglang", 2, tied=True),
 )
-"""Every pair of engine, number of FSDP ranks, transport, tensor parallelism and tying that exists, in the fewest starts.
+"""Every existing pair of engine, number of FSDP ranks, transport, tensor parallelism and tying, in the fewest starts.
 """
 OTHER_TRAINERS = (
     Bench("ray", "vllm", 1, tied=True, trainers=(PIPELINE_2,)),
