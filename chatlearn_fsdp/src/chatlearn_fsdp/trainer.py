@@ -123,7 +123,7 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
             self._broken = None
 
         def break_down(why: str) -> None:
-            self._broken = f"{why}, so its weights may match no completed step"
+            self._break_weights(why)
 
         hooks = LoadingHooks(model, taken, break_down)
         return ShardedWeightLoader(self._name, layout, decay, hooks)
@@ -268,5 +268,5 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
     def _drop_gradients(self, model: PackedModel) -> None:
         model.zero_grad(set_to_none=True)
 
-    def _free_gathered(self, model: PackedModel) -> None:
+    def _settle_weights(self, model: PackedModel) -> None:
         free_gathered(model)

@@ -83,13 +83,9 @@ class MegatronRanks:
         group = self.expert_tensor if expert else self.tensor
         return Shard(group.rank(), group.size())
 
-    def all_reduce(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
-        """Reduce a number over all ranks."""
-        if self.size == 1:
-            return value
-        values = torch.tensor(value, device=self._device, dtype=torch.float64)
-        dist.all_reduce(values, operation)
-        return float(values)
+    def all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        """Reduce over all ranks, in place."""
+        return self._group.all_reduce(values, operation)
 
     def broadcast_from_last_stage(self, values: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """Give every stage the outputs that the last one computed, on the host."""

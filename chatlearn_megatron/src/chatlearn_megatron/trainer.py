@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -23,9 +20,9 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from chatlearn_core.exceptions import BackendError, ConfigError, ModelError
+from chatlearn_core.exceptions import BackendError, ConfigError
 from chatlearn_core.plugins.records import Export
-from chatlearn_core.protocols import Loss, MemoryPart, ModelSource, RoleContext, WeightLoader
+from chatlearn_core.protocols import Loss, MemoryPart, RoleContext, WeightLoader
 from chatlearn_core.types import (
     FileFacts,
     Metric,
@@ -36,7 +33,6 @@ from chatlearn_core.types import (
     TrainBatch,
     WeightManifest,
     WeightShard,
-    merge_metrics,
 )
 from chatlearn_hf.token_outputs import TokenOutputs
 from chatlearn_hf.varlen_attention import PackedLayout
@@ -58,13 +54,12 @@ from chatlearn_megatron.weights import (
 )
 from chatlearn_trainer_kit.finite_updates import all_finite, refused_update
 from chatlearn_trainer_kit.micro_batching import MicroBatches
-from chatlearn_trainer_kit.offload import OffloadedParts, live_bytes
-from chatlearn_trainer_kit.schedule import check_schedule, learning_rate
+from chatlearn_trainer_kit.rank_trainer import RankTrainer
+from chatlearn_trainer_kit.schedule import learning_rate
 from chatlearn_trainer_kit.timing import PhaseTimer
 
 _DUMMY_TOKENS = 2
 """Tokens that an empty row computes; see ``TokenOutputs.of_two_tokens``."""
-HELD_PARTS: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,7 +74,7 @@ class _Row:
     """Layout of the batch's sequences only; for an empty batch, of two dummy tokens."""
 
 
-class MegatronTrainer:
+class MegatronTrainer(RankTrainer[MegatronModel, MegatronOptimizer]):
     """Implements ``chatlearn_core.protocols.Trainer``.
 
     Rows are packed and may differ in length. Losses are sums with a global denominator, so nothing averages: neither
@@ -87,30 +82,18 @@ class MegatronTrainer:
     """
 
     def __init__(self, options: MegatronOptions, context: RoleContext) -> None:
-        if context.model is None:
-            raise ConfigError(f"roles.{context.role}: a trainer needs a model; set its model.path")
+        super().__init__(options, context)
         check_engine_arguments(context.role, context.engine_arguments)
-        if context.trainable:
-            check_schedule(options, context.total_updates, context.role)
         try:
             self._data_parallel_size = options.data_parallel(context.world_size)
         except ValueError as error:
             raise ConfigError(f"roles.{context.role}.options: {error}") from error
         self.options = options
-        self.context = context
-        self._source: ModelSource = context.model
-        self._device = torch.device(context.device)
         self._ranks: MegatronRanks | None = None
-        self._model: MegatronModel | None = None
         self._holders: Holders | None = None
         self._replicas: list[Any] = []
         """Of each chunk, Megatron-Core's wrapper that holds and reduces its gradients; the chunk itself if nothing
         learns."""
-        self._optimizer: MegatronOptimizer | None = None
-        self._parts = OffloadedParts(HELD_PARTS, self._part_tensors)
-        self._updates = 0
-        self._broken: str | None = None
-        """Why the weights match no completed step; None while they do."""
 
     # Lifecycle
 
@@ -135,24 +118,6 @@ class MegatronTrainer:
             self._optimizer = self._build_optimizer()
         self._ranks.barrier()
 
-    def health(self) -> str | None:
-        if self._model is None:
-            return "not set up, or closed"
-        return self._broken
-
-    def offload(self, parts: Collection[MemoryPart]) -> None:
-        self._finish_gathering()
-        self._parts.offload(parts)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def onload(self, parts: Collection[MemoryPart]) -> None:
-        self._parts.onload(parts)
-
-    def live_bytes(self, part: MemoryPart) -> int:
-        """Memory in bytes that a part occupies on the device now."""
-        return live_bytes(self._part_tensors(part)) if self._model is not None else 0
-
     def close(self) -> None:
         self._model = None
         self._holders = None
@@ -174,11 +139,6 @@ class MegatronTrainer:
     @property
     def data_parallel_size(self) -> int:
         return self._data_parallel_size
-
-    @property
-    def num_updates(self) -> int:
-        """Number of optimizer steps so far, including those before a resume."""
-        return self._updates
 
     def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
         """See the protocol. Per-token outputs are [T] (``hidden_states`` [T, H]), ``scores`` [S].
@@ -214,7 +174,7 @@ class MegatronTrainer:
         Of the ranks that share a slice, only one of the last stage returns metrics.
         """
         self._ready("weights", "gradients", "optimizer")
-        optimizer, ranks = self._require_optimizer(), self._require_ranks()
+        optimizer = self._require_optimizer()
         timer = PhaseTimer(self._device)
         cut = self._cut(batch)
         losses, parts = self._accumulate(cut, loss, timer)
@@ -227,17 +187,7 @@ class MegatronTrainer:
             rate = learning_rate(self.options, self._updates, self.context.total_updates)
             self._step(optimizer, rate, grad_norm)
         self._updates += 1
-        if not ranks.leads_slice:
-            return {}
-        own: Metrics = {
-            "loss": Metric(math.fsum(losses), 1.0, "sum"),
-            "perf/micro_batches": Metric(float(cut.num_filled), 1.0, "sum"),
-            "perf/tokens": Metric(float(batch.num_tokens), 1.0, "sum"),
-            "perf/computed_tokens": Metric(float(cut.num_computed_tokens), 1.0, "sum"),
-        }
-        if self.data_parallel_rank == 0:
-            own |= {"grad_norm": Metric(grad_norm), "lr": Metric(rate)} | _phases(timer)
-        return merge_metrics(*parts) | own
+        return self._metrics(cut, losses, grad_norm, rate, parts, _phases(timer))
 
     def save(self, directory: Path) -> Mapping[str, FileFacts]:
         model = self._ready("weights", "optimizer")
@@ -261,7 +211,7 @@ class MegatronTrainer:
         """See ``WeightTakingTrainer``."""
         # An average needs intact weights.
         hooks = LoadingHooks(
-            lambda: self._ready("weights", "optimizer", may_be_broken=decay == 0.0), self._taken, self._break_down
+            lambda: self._ready("weights", "optimizer", may_be_broken=decay == 0.0), self._taken, self._break_weights
         )
         return PieceLoader(self._name, self._ready(may_be_broken=True), decay, hooks)
 
@@ -288,11 +238,6 @@ class MegatronTrainer:
         return stream_full(model, self._require_holders())
 
     # Internal methods
-
-    @property
-    def _name(self) -> str:
-        """Role and rank, for messages."""
-        return f"trainer role {self.context.role!r} rank {self.context.rank}"
 
     def _check_payload(self, payload: Payload) -> None:
         if payload != "full":
@@ -355,11 +300,11 @@ class MegatronTrainer:
                         parameter.zero_()
 
     def _cut(self, batch: TrainBatch) -> MicroBatches:
-        ranks, options = self._require_ranks(), self.options
+        options = self.options
 
         def agree(count: int) -> int:
             """Return the largest count of all ranks; the interleaved schedule needs a multiple of the stages."""
-            largest = int(ranks.all_reduce(float(count), dist.ReduceOp.MAX))
+            largest = self._max_count(count)
             stages = options.pipeline_parallel if options.virtual_pipeline > 1 else 1
             return -(-largest // stages) * stages
 
@@ -481,11 +426,7 @@ class MegatronTrainer:
         self._require_optimizer().zero_grad()
         return refused_update(self._name, self._updates, losses, grad_norm, sample_ids, norms)
 
-    def _all_agree(self, finding: bool) -> bool:
-        """Whether the condition holds on every rank."""
-        return bool(self._require_ranks().all_reduce(float(finding), dist.ReduceOp.MIN))
-
-    def _finish_gathering(self) -> None:
+    def _settle_weights(self, model: MegatronModel) -> None:
         """Wait for weights that the last step left to be gathered in the next forward pass."""
         if self.options.overlap and self.options.shards_optimizer and self._optimizer is not None:
             for replica in self._replicas:
@@ -505,38 +446,11 @@ class MegatronTrainer:
         self._take_weights(fresh_optimizer=True)
         self._broken = None
 
-    def _break_down(self, why: str) -> None:
-        self._broken = f"{why}, so its weights may match no completed step"
-
-    @contextmanager
-    def _guarding_weights(self, work: str) -> Iterator[None]:
-        """Mark the weights as broken if the work inside fails midway, because part of them may have changed."""
-        try:
-            yield
-        except ModelError:
-            raise  # found before the first weight was written
-        except BaseException as error:
-            self._break_down(f"{work} failed midway ({type(error).__name__})")
-            raise
-        self._broken = None
-
     def _ready(self, *parts: MemoryPart, may_be_broken: bool = False) -> MegatronModel:
-        if self._model is None:
-            raise BackendError(f"trainer role {self.context.role!r} is not set up, or was closed")
-        if self._broken is not None and not may_be_broken:
-            raise BackendError(f"{self._name} cannot work: {self._broken}; load a checkpoint")
-        self._parts.require(self._name, parts)
+        model = super()._ready(*parts, may_be_broken=may_be_broken)
         if "weights" in parts:
-            self._finish_gathering()
-        return self._model
-
-    def _require_optimizer(self) -> MegatronOptimizer:
-        if self._optimizer is None:
-            raise BackendError(
-                f"trainer role {self.context.role!r} does not learn (the algorithm has no loss for it), so it has no"
-                " optimizer and cannot update"
-            )
-        return self._optimizer
+            self._settle_weights(model)
+        return model
 
     def _require_ranks(self) -> MegatronRanks:
         assert self._ranks is not None, "the trainer is set up"
@@ -549,7 +463,7 @@ class MegatronTrainer:
     def _state(self, model: MegatronModel) -> checkpoint.TrainerState:
         return checkpoint.TrainerState(model, self._optimizer, self._updates, self._device)
 
-    def _part_tensors(self, part: MemoryPart) -> Iterable[Tensor]:
+    def _all_tensors(self, part: MemoryPart) -> Iterable[Tensor]:
         if self._model is None:
             return []
         if part == "weights":

@@ -94,7 +94,7 @@ class DeepSpeedTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
             agree=self._max_over_ranks,
             num_elements=num_elements,
         )
-        self._free_gathered(packed)
+        self._settle_weights(packed)
 
     def close(self) -> None:
         zero, self._zero = self._zero, None
@@ -143,7 +143,7 @@ class DeepSpeedTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
 
         def fragments() -> dict[str, Fragment]:
             packed = self._ready("weights", "optimizer", may_be_broken=decay == 0.0)  # an average needs intact weights
-            self._free_gathered(packed)
+            self._settle_weights(packed)
             return _without_adapters(self._sharded().fragments())
 
         def taken() -> None:
@@ -151,7 +151,7 @@ class DeepSpeedTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
             self._broken = None
 
         def break_down(why: str) -> None:
-            self._broken = f"{why}, so its weights may match no completed step"
+            self._break_weights(why)
 
         return FragmentWeightLoader(self._name, layout, decay, LoadingHooks(fragments, taken, break_down))
 
@@ -269,7 +269,7 @@ class DeepSpeedTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
     def _drop_gradients(self, model: PackedModel) -> None:
         self._sharded().drop_gradients()
 
-    def _free_gathered(self, model: PackedModel) -> None:
+    def _settle_weights(self, model: PackedModel) -> None:
         self._sharded().free_gathered()
 
     def _all_tensors(self, part: MemoryPart) -> Iterable[Tensor]:

@@ -2,72 +2,36 @@
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from chatlearn_core.exceptions import BackendError, ConfigError, ModelError
-from chatlearn_core.protocols import Loss, MemoryPart, ModelSource, RoleContext
-from chatlearn_core.types import Metric, Metrics, OutputRequest, Outputs, TrainBatch, merge_metrics
+from chatlearn_core.exceptions import BackendError
+from chatlearn_core.protocols import Loss, RoleContext
+from chatlearn_core.types import Metrics, OutputRequest, Outputs, TrainBatch
 from chatlearn_trainer_kit.finite_updates import all_finite, refused_update
 from chatlearn_trainer_kit.micro_batching import MicroBatches
-from chatlearn_trainer_kit.offload import OffloadedParts, live_bytes
 from chatlearn_trainer_kit.options import PackedTrainerOptions
-from chatlearn_trainer_kit.schedule import check_schedule, learning_rate
+from chatlearn_trainer_kit.rank_trainer import RankTrainer
+from chatlearn_trainer_kit.schedule import learning_rate
 from chatlearn_trainer_kit.timing import PhaseTimer
-
-HELD_PARTS: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 LayoutT = TypeVar("LayoutT")
 
 
-class TrainerRanks(Protocol):
-    """The ranks of one trainer, as far as an update needs them."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def leads_slice(self) -> bool:
-        """Whether this rank is the first of the ranks that share a batch slice."""
-
-    def all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        """Reduce over all ranks, in place."""
-
-    def barrier(self) -> None:
-        """Wait for every rank."""
-
-
-class MicroBatchTrainer(ABC, Generic[ModelT, LayoutT]):
+class MicroBatchTrainer(RankTrainer[ModelT, torch.optim.Optimizer], Generic[ModelT, LayoutT]):
     """One rank of a trainer; a backend supplies the model, its forward and backward passes and its optimizer.
 
     Every loss is a part of a global sum, so gradients are *summed* over micro-batches and ranks.
     """
 
     def __init__(self, options: PackedTrainerOptions, context: RoleContext) -> None:
-        if context.model is None:
-            raise ConfigError(f"roles.{context.role}: a trainer needs a model; set its model.path")
-        if context.trainable:
-            check_schedule(options, context.total_updates, context.role)
+        super().__init__(options, context)
         self.options = options
-        self.context = context
-        self._source: ModelSource = context.model
-        self._device = torch.device(context.device)
-        self._ranks: TrainerRanks | None = None
-        self._model: ModelT | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._parts = OffloadedParts(HELD_PARTS, self._part_tensors)
-        self._updates = 0
-        self._broken: str | None = None
-        """Why the weights match no completed step; None while they do."""
 
     # What a backend does in its own way
 
@@ -109,37 +73,6 @@ class MicroBatchTrainer(ABC, Generic[ModelT, LayoutT]):
     def _drop_gradients(self, model: ModelT) -> None:
         """Forget all gradients."""
 
-    @abstractmethod
-    def _all_tensors(self, part: MemoryPart) -> Iterable[Tensor]:
-        """Return the tensors of a part; none before ``setup``."""
-
-    def _free_gathered(self, model: ModelT) -> None:
-        """Free whole parameters that a forward pass left gathered; does nothing unless overridden."""
-
-    # Lifecycle
-
-    def health(self) -> str | None:
-        """See the protocol."""
-        if self._model is None:
-            return "not set up, or closed"
-        return self._broken
-
-    def offload(self, parts: Collection[MemoryPart]) -> None:
-        """See the protocol."""
-        if self._model is not None:
-            self._free_gathered(self._model)
-        self._parts.offload(parts)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # free torch's cached memory for other processes on the device
-
-    def onload(self, parts: Collection[MemoryPart]) -> None:
-        """See the protocol."""
-        self._parts.onload(parts)
-
-    def live_bytes(self, part: MemoryPart) -> int:
-        """Memory in bytes that a part occupies on the device now."""
-        return live_bytes(self._part_tensors(part)) if self._model is not None else 0
-
     # Trainer
 
     @property
@@ -151,11 +84,6 @@ class MicroBatchTrainer(ABC, Generic[ModelT, LayoutT]):
     def data_parallel_size(self) -> int:
         """Number of batch slices."""
         return self.context.world_size // self.options.ulysses
-
-    @property
-    def num_updates(self) -> int:
-        """Number of optimizer steps so far, including those before a resume."""
-        return self._updates
 
     def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
         """See the protocol. Per-token outputs are [T] (``hidden_states`` [T, H]), ``scores`` [S].
@@ -170,7 +98,7 @@ class MicroBatchTrainer(ABC, Generic[ModelT, LayoutT]):
             for micro, layout in self._with_layouts(cut):
                 outputs = self._forward(model, micro, layout, request)
                 pieces.append({name: tensor.detach().to("cpu") for name, tensor in outputs.items()})
-        self._free_gathered(model)
+        self._settle_weights(model)
         return cut.in_batch_order(pieces)
 
     def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
@@ -201,17 +129,7 @@ class MicroBatchTrainer(ABC, Generic[ModelT, LayoutT]):
             rate = learning_rate(self.options, self._updates, self.context.total_updates)
             self._step(model, rate, norm)
         self._updates += 1
-        if self._ranks is not None and not self._ranks.leads_slice:
-            return {}
-        own: Metrics = {
-            "loss": Metric(math.fsum(values), 1.0, "sum"),
-            "perf/micro_batches": Metric(float(cut.num_filled), 1.0, "sum"),
-            "perf/tokens": Metric(float(batch.num_tokens), 1.0, "sum"),
-            "perf/computed_tokens": Metric(float(cut.num_computed_tokens), 1.0, "sum"),
-        }
-        if self.data_parallel_rank == 0:
-            own |= {"grad_norm": Metric(grad_norm), "lr": Metric(rate)} | timer.metrics()
-        return merge_metrics(*parts) | own
+        return self._metrics(cut, values, grad_norm, rate, parts, timer.metrics())
 
     # What backends call
 
@@ -227,70 +145,6 @@ class MicroBatchTrainer(ABC, Generic[ModelT, LayoutT]):
             padded=is_padded,
             agree=self._max_count if self._ranks is not None and self._ranks.size > 1 else None,
         )
-
-    @property
-    def _name(self) -> str:
-        """Role and rank, for messages."""
-        return f"trainer role {self.context.role!r} rank {self.context.rank}"
-
-    def _ready(self, *parts: MemoryPart, may_be_broken: bool = False) -> ModelT:
-        """Return the model if it is set up, intact and has these parts on the device.
-
-        Raises:
-            BackendError: it is not.
-        """
-        if self._model is None:
-            raise BackendError(f"trainer role {self.context.role!r} is not set up, or was closed")
-        if self._broken is not None and not may_be_broken:
-            raise BackendError(f"{self._name} cannot work: {self._broken}; load a checkpoint")
-        self._parts.require(self._name, parts)
-        return self._model
-
-    def _require_optimizer(self) -> torch.optim.Optimizer:
-        if self._optimizer is None:
-            raise BackendError(
-                f"trainer role {self.context.role!r} does not learn (the algorithm has no loss for it), so it has no"
-                " optimizer and cannot update"
-            )
-        return self._optimizer
-
-    @contextmanager
-    def _guarding_weights(self, what: str) -> Iterator[None]:
-        """Mark the weights as broken if the block fails, because part of them may have changed; loading
-        repairs them.
-        """
-        try:
-            yield
-        except ModelError:
-            raise  # found before the first weight was written
-        except BaseException as error:
-            self._broken = f"{what} failed midway ({type(error).__name__}), so its weights may match no completed step"
-            raise
-        self._broken = None
-
-    def _max_over_ranks(self, finding: float) -> float:
-        """Return the largest value of all ranks; infinite if one is not finite."""
-        finding = finding if math.isfinite(finding) else math.inf
-        if self._ranks is None or self._ranks.size == 1:
-            return finding
-        return float(self._ranks.all_reduce(torch.tensor(finding, device=self._device), dist.ReduceOp.MAX))
-
-    def _max_count(self, count: int) -> int:
-        """Return the largest count of all ranks."""
-        if self._ranks is None or self._ranks.size == 1:
-            return count
-        return int(self._ranks.all_reduce(torch.tensor(count, device=self._device), dist.ReduceOp.MAX))
-
-    def _all_agree(self, finding: bool) -> bool:
-        """Whether the condition holds on every rank."""
-        if self._ranks is None or self._ranks.size == 1:
-            return finding
-        flag = torch.tensor(int(finding), device=self._device)
-        return bool(self._ranks.all_reduce(flag, dist.ReduceOp.MIN))
-
-    def _part_tensors(self, part: MemoryPart) -> list[Tensor]:
-        """Return the tensors of a part on the device, without those that stay on the host."""
-        return [tensor for tensor in self._all_tensors(part) if tensor.device.type == self._device.type]
 
     def _accumulate(
         self,
