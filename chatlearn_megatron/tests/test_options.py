@@ -77,7 +77,7 @@ def test_an_unknown_architecture_names_those_that_are_known(tmp_path: Path) -> N
     from chatlearn_megatron.families import family_of
 
     with pytest.raises(
-        ModelError, match=r"type 'mamba'; .* gpt2, llama, mistral, qwen2, qwen3, qwen3_moe.*options.family"
+        ModelError, match=r"type 'mamba'; .* gpt2, llama, mistral, qwen2, qwen3, qwen3_moe.*chatlearn_model_families"
     ):
         family_of(AutoConfig.for_model("mamba"), "a/model")
 

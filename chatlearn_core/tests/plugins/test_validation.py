@@ -7,6 +7,7 @@ import pytest
 from chatlearn_core.plugins.records import (
     CliCommandSpec,
     GeneratorSpec,
+    ModelFamilySpec,
     PluginRecord,
     RewardSpec,
     TrainerSpec,
@@ -70,6 +71,10 @@ def test_good_records_have_no_problem() -> None:
         (replace(GENERATOR, channels="tensors"), "channels=a str: 'tensors': must be a frozenset of strings"),
         (replace(GENERATOR, options=None), "options: None is a NoneType"),
         (replace(SYNC, receiver="acme.Receiver"), "receiver: 'acme.Receiver' is not an import string"),
+        (
+            ModelFamilySpec(name="f", factory="a:F", options="a:O", layouts={"megatron": "acme.SEED"}),
+            "layouts['megatron']: 'acme.SEED' is not an import string",
+        ),
         (replace(SYNC, reach="galaxy"), "reach='galaxy': must be one of process, host, anywhere"),
         (replace(SYNC, channels=("carrier_pigeon",)), "channels holds 'carrier_pigeon': known are tensors, boxes,"),
         (replace(SYNC, channels=()), "channels=a tuple: (): must be a tuple with at least one of tensors, boxes,"),

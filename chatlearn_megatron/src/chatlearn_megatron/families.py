@@ -9,8 +9,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from chatlearn_core.exceptions import ModelError
+from chatlearn_core.exceptions import ModelError, PluginError
+from chatlearn_core.plugins.import_string import resolve_import_string
+from chatlearn_core.plugins.loader import discover_plugins
+from chatlearn_core.plugins.records import ModelFamilySpec
 from chatlearn_megatron.pieces import Part, Place
+
+TRAINER = "megatron"
+"""Name under which plugins register layouts for this trainer."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -186,24 +192,46 @@ FAMILIES: tuple[MegatronFamily, ...] = (
 )
 
 
-def family_of(config: Any, path: str, own: MegatronFamily | None = None) -> MegatronFamily:
-    """Return the family of a transformers configuration.
+def family_of(config: Any, path: str) -> MegatronFamily:
+    """Return the family of a transformers configuration: one of ``FAMILIES``, or one that a plugin registers.
 
     Args:
         config: the configuration.
         path: model directory, for the message.
-        own: family of ``options.family``, which is used if it has the model type.
 
     Raises:
         ModelError: none has this model type.
+        PluginError: what a plugin registers for it is no ``MegatronFamily``.
     """
-    known = [*([own] if own is not None else []), *FAMILIES]
-    for family in known:
+    for family in FAMILIES:
         if config.model_type in family.model_types:
             return family
-    supported = sorted({name for family in known for name in family.model_types})
+    registry = discover_plugins()
+    records = [record for record in registry.records("model_family") if isinstance(record, ModelFamilySpec)]
+    records = [record for record in records if TRAINER in record.layouts]
+    for record in records:
+        if config.model_type in record.model_types:
+            return _registered(record.layouts[TRAINER], registry.origin(record))
+    supported = {name for family in FAMILIES for name in family.model_types}
+    supported |= {name for record in records for name in record.model_types}
     raise ModelError(
-        f"{path} is a model of type {config.model_type!r}; the trainer 'megatron' has {', '.join(supported)}. Use"
-        " backend: fsdp, which trains every causal model of transformers, or name a"
-        " MegatronFamily of your own in options.family"
+        f"{path} is a model of type {config.model_type!r}; the trainer 'megatron' has {', '.join(sorted(supported))}."
+        " Use backend: fsdp, which trains every causal model of transformers, or a plugin that registers the type with"
+        " the hook chatlearn_model_families (layouts)"
     )
+
+
+def _registered(text: str, origin: object) -> MegatronFamily:
+    """Import the family that a plugin names."""
+    try:
+        family = resolve_import_string(text)
+    except Exception as error:  # the plugin's own code runs
+        raise PluginError(
+            f"{origin}: the layout {text!r} for the trainer 'megatron' cannot be imported: {error}"
+        ) from error
+    if not isinstance(family, MegatronFamily):
+        raise PluginError(
+            f"{origin}: the layout {text!r} for the trainer 'megatron' is a {type(family).__name__}; it must be a"
+            " chatlearn_megatron.families.MegatronFamily"
+        )
+    return family

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,7 +206,7 @@ def build_model(
         local_directory(source.path), source.head, attention="eager", trust_remote_code=source.trust_remote_code
     )
     text = hf.config.get_text_config()
-    family = family_of(text, source.path, _own_family(options.family, context.role))
+    family = family_of(text, source.path)
     arguments = family.arguments(text)
     check_sizes(arguments, int(text.vocab_size), options, source.path)
     device = torch.device(context.device)
@@ -294,21 +293,6 @@ def check_sizes(arguments: Mapping[str, Any], vocab_size: int, options: Megatron
         lines.append(f"expert_parallel is {options.expert_parallel}, but the model has no experts; set it to 1")
     if lines:
         raise ModelError(f"{path} cannot be split as the options say:\n" + "\n".join(f"  {line}" for line in lines))
-
-
-def _own_family(name: str | None, role: str) -> MegatronFamily | None:
-    if name is None:
-        return None
-    module, _, attribute = name.partition(":")
-    try:
-        family = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"roles.{role}.options.family is {name!r}, which cannot be imported: {error}") from error
-    if not isinstance(family, MegatronFamily):
-        raise ConfigError(
-            f"roles.{role}.options.family is {name!r}, a {type(family).__name__}; it must be a MegatronFamily"
-        )
-    return family
 
 
 def _transformer_config(

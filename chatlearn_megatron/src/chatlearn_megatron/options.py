@@ -50,12 +50,6 @@ class MegatronOptions(OptimizerOptions):
         "float32",
         description="Dtype of forward and backward passes; the optimizer updates float32 weights in either case.",
     )
-    family: str | None = Field(
-        None,
-        pattern=r"^[\w.]+:\w+$",
-        description="module:NAME of a chatlearn_megatron.families.MegatronFamily, for an architecture that the trainer"
-        " lacks.",
-    )
     num_threads: int | None = Field(
         None, ge=1, le=1024, description="Number of torch intra-op threads; null keeps torch's default."
     )

@@ -96,7 +96,8 @@ def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
 
 @hookspec
 def chatlearn_model_families() -> Iterable[ModelFamilySpec]:
-    """Register readers of model families: tokenizer, prompts, limits.
+    """Register readers of model families: tokenizer, prompts, limits, and where trainers with layers of their own put
+    the parameters (``layouts``).
 
     Called once per process. The ``model_type`` in the model directory's ``config.json`` selects the family.
 

@@ -287,6 +287,9 @@ class ModelFamilySpec(BackendRecord):
 
     kind: ClassVar[Kind] = "model_family"
     model_types: frozenset[str] = frozenset()
+    layouts: Mapping[str, ImportString] = field(default_factory=dict)
+    """For trainers whose layers are not transformers': where the parameters of these types lie in them, by the name of
+    the trainer (``megatron``: a ``chatlearn_megatron.families.MegatronFamily``)."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

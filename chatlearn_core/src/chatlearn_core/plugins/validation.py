@@ -106,6 +106,10 @@ def record_problems(record: PluginRecord) -> list[str]:
         if field.type == "ImportString" or (field.type == "ImportString | None" and value is not None):
             problem = import_string_problem(value)
             problems.append(f"{field.name}: {problem}" if problem else None)
+        elif field.name == "layouts":
+            problems += [
+                f"layouts[{name!r}]: {bad}" for name, text in value.items() if (bad := import_string_problem(text))
+            ]
         elif str(field.type).startswith("frozenset[") and field.name != "model_families":
             problems.append(collection_problem(field.name, value))
         elif str(field.type) in ("tuple[Channel, ...]", "tuple[Export, ...]"):
