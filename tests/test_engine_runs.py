@@ -24,6 +24,7 @@ MISMATCH = 1e-4
 """Largest difference of a logprob, float32 (invariant 3 of the design); both read the same weights."""
 
 
+OTHER_TRAINER = {"kind": "trainer", "backend": "fsdp", "device": "cpu", "options": {"num_threads": 1}}
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(map(ord, solution_str)) % 97 / 97  # differs within every group
@@ -35,6 +36,8 @@ def configuration(
     generator: dict[str, Any],
     sampling: dict[str, Any],
     trainer: dict[str, Any] | None = None,
+    roles: dict[str, Any] | None = None,
+    algorithm: dict[str, Any] | None = None,
     **settings: Any,
 ) -> str:
     model = build_tiny_model(directory / "model", hidden=128)
@@ -49,7 +52,8 @@ def configuration(
             "output_dir": str(directory / "run"),
             "model": {"path": str(model)},
             "data": {"train": [{"path": str(data), "format": "prompt"}], "apply_chat_template": False},
-            "algorithm": {"name": "grpo", "options": {"group_size": 4, "truncated_logprobs": "top_k" in sampling}},
+            "algorithm": algorithm
+            or {"name": "grpo", "options": {"group_size": 4, "truncated_logprobs": "top_k" in sampling}},
             "roles": {
                 "trainer": {
                     "kind": "trainer",
@@ -65,7 +69,8 @@ def configuration(
                     "backend": "function",
                     "options": {"path": f"{reward}:compute_score"},
                 },
-            },
+            }
+            | (roles or {}),
             "sampling": {"max_tokens": 12} | sampling,
             "train": {"steps": STEPS, "prompts_per_step": 4},
             "checkpoint": {"export": False},
@@ -93,27 +98,31 @@ def test_grpo_with_vllm(host: str, sampling: dict[str, Any], tmp_path: Path) -> 
 @pytest.mark.engine
 @pytest.mark.slow
 def test_grpo_with_sglang(tmp_path: Path) -> None:
-    built = Path(__file__).parents[1] / ".venv-sglang" / "bin" / "python"
-    python = os.environ.get("CHATLEARN_SGLANG_PYTHON", str(built))
-    if not Path(python).is_file():
-        pytest.skip(f"no interpreter with SGLang at {python}: run `make install-engines`")
-    assert_trains(tmp_path, {"backend": "sglang", "options": {"python": python}})
+    assert_trains(tmp_path, {"backend": "sglang", "options": {"python": sglang_python()}})
 
 
 @pytest.mark.engine
-def test_grpo_with_megatron(tmp_path: Path) -> None:
+def test_ppo_with_megatron_and_its_critic_and_reference_on_fsdp(tmp_path: Path) -> None:
     """One process, with the embedded generator."""
-    assert_trains(tmp_path, {"backend": "transformers"}, trainer={"backend": "megatron"})
+    steps = assert_trains(
+        tmp_path,
+        {"backend": "transformers"},
+        trainer={"backend": "megatron"},
+        roles={"critic": OTHER_TRAINER | {"head": "value"}, "reference": OTHER_TRAINER},
+        algorithm={"name": "ppo", "options": {"kl_coef": 0.1}},
+    )
+    assert_starts_at_the_reference(steps)
+    assert steps[0]["critic/grad_norm"] > 0
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_grpo_with_zero_3_on_two_ranks(tmp_path: Path) -> None:
-    """Two workers of Ray shard the model by DeepSpeed."""
+def test_grpo_with_zero_3_ranks_and_sglang(tmp_path: Path) -> None:
+    """Two workers of Ray shard the model by DeepSpeed; two names differ from a run on FSDP and transformers."""
     options = {"learning_rate": 1e-2, "num_threads": 1, "zero_stage": 3}
     assert_trains(
         tmp_path,
-        {"backend": "transformers"},
+        {"backend": "sglang", "options": {"python": sglang_python()}},
         trainer={"backend": "deepspeed", "ranks": 2, "options": options},
         runtime={"backend": "ray", "options": {"object_store_mb": 100}},
     )
@@ -122,20 +131,40 @@ def test_grpo_with_zero_3_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 def test_grpo_with_megatron_ranks_and_vllm(tmp_path: Path) -> None:
-    """Two tensor parallel ranks send their own parts to vLLM; two names differ from a run on FSDP and transformers."""
+    """Two tensor parallel ranks send their own parts to vLLM; two names differ from a run on FSDP and transformers. The
+    reference is one rank of FSDP.
+    """
     options = {"learning_rate": 1e-2, "num_threads": 1, "tensor_parallel": 2, "sequence_parallel": True}
-    assert_trains(
+    steps = assert_trains(
         tmp_path,
         {"backend": "vllm", "options": {"num_threads": 1}, "engine": {"kv_cache_memory_bytes": 64 << 20}},
         trainer={"backend": "megatron", "ranks": 2, "options": options},
+        roles={"reference": OTHER_TRAINER},
+        algorithm={"name": "grpo", "options": {"group_size": 4, "kl_coef": 0.1, "kl_placement": "reward"}},
         runtime={"backend": "ray", "options": {"object_store_mb": 100}},
         weight_sync={"backend": "broadcast"},
     )
+    assert_starts_at_the_reference(steps)
+
+
+def sglang_python() -> str:
+    """The interpreter that has SGLang; skips where there is none."""
+    built = Path(__file__).parents[1] / ".venv-sglang" / "bin" / "python"
+    python = os.environ.get("CHATLEARN_SGLANG_PYTHON", str(built))
+    if not Path(python).is_file():
+        pytest.skip(f"no interpreter with SGLang at {python}: run `make install-engines`")
+    return python
+
+
+def assert_starts_at_the_reference(steps: list[dict[str, float]]) -> None:
+    """Two backends read the same weights: the divergence is 0 until the policy learns."""
+    assert abs(steps[0]["reward_kl"]) < 1e-6
+    assert steps[-1]["reward_kl"] > 1e-3
 
 
 def assert_trains(
     tmp_path: Path, generator: dict[str, Any], sampling: dict[str, Any] | None = None, **settings: Any
-) -> None:
+) -> list[dict[str, float]]:
     """Each step learns something, and what the engine says of its tokens is what the trainer says."""
     registry = discover_plugins()
     config = configuration(tmp_path, generator, sampling or {}, **settings)
@@ -151,3 +180,4 @@ def assert_trains(
         assert step["mismatch/logprob_diff_max"] < MISMATCH
         assert step["rollout/staleness_max"] == 0
     assert steps[0]["policy/grad_norm"] > 0, "nothing was learned, so nothing was shown"
+    return steps
