@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from chatlearn_cli.convert import convert
 from chatlearn_core.config.load import load_config
+from chatlearn_core.exceptions import CheckpointError, ConfigError
 from chatlearn_core.executor.assembly import assemble
 from chatlearn_core.executor.run import Run
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_data.arithmetic import problems, prompt_records
 from chatlearn_hf.tiny import build_tiny_model
 from chatlearn_testing.listeners import listening_meanwhile, reached_from_outside
+from chatlearn_testing.model_directory import read_checkpoint
 
 STEPS = 3
 MISMATCH = 1e-4
@@ -145,6 +150,53 @@ def test_grpo_with_megatron_ranks_and_vllm(tmp_path: Path) -> None:
         weight_sync={"backend": "broadcast"},
     )
     assert_starts_at_the_reference(steps)
+
+
+@pytest.mark.engine
+def test_a_run_goes_on_with_another_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From FSDP to Megatron after two of three steps: the weights are the same to the bit, and so are the prompts."""
+    first = yaml.safe_load(configuration(tmp_path, {"backend": "transformers"}, {}))
+    first["checkpoint"] = {"every": 1, "keep_last": 3}
+    train_to(first, tmp_path / "run", 2)
+    there = tmp_path / "run" / "checkpoints" / "step_00000002"
+    second = deepcopy(first)
+    second["roles"]["trainer"]["backend"] = "megatron"
+    second |= {"output_dir": str(tmp_path / "continued"), "train": first["train"] | {"steps": 2}}
+    file = tmp_path / "second.yaml"
+    file.write_text(yaml.safe_dump(second))
+    with pytest.raises(
+        CheckpointError, match=r"differs in more than its trainers:\n  sampling.max_tokens: was 12, is 8"
+    ):
+        convert(there, file, ["sampling.max_tokens=8"])
+    convert(there, file)
+    assert f"chatlearn run {file}" in capsys.readouterr().err
+
+    train_to(second, tmp_path / "continued", 2)
+    assert "optimizers of trainer and their learning-rate schedules start anew" in (
+        tmp_path / "continued" / "events.jsonl"
+    ).read_text(encoding="utf-8")
+    for name, tensor in read_checkpoint(tmp_path / "run" / "model").items():
+        assert torch.equal(tensor, read_checkpoint(tmp_path / "continued" / "model")[name]), name
+
+    train_to(first, tmp_path / "run", 3)
+    train_to(second, tmp_path / "continued", 3)
+    asked = [prompts_of(tmp_path / name, 3) for name in ("run", "continued")]
+    assert asked[0] == asked[1]
+    assert asked[0]
+    with pytest.raises(ConfigError, match="already holds a run"):
+        convert(there, file)
+
+
+def train_to(content: dict[str, Any], output: Path, steps: int) -> None:
+    content = content | {"output_dir": str(output), "train": content["train"] | {"steps": steps}}
+    registry = discover_plugins()
+    asyncio.run(Run(assemble(load_config(yaml.safe_dump(content), [], registry), registry)).train())
+
+
+def prompts_of(run: Path, step: int) -> list[str]:
+    """Ids of the prompts that a step sampled."""
+    lines = (run / "rollouts" / f"step_{step:06d}.jsonl").read_text(encoding="utf-8").splitlines()
+    return sorted({json.loads(line)["group"] for line in lines})
 
 
 def sglang_python() -> str:

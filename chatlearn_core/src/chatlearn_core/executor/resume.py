@@ -189,6 +189,8 @@ def find_resume_point(
             "Raise train.steps to continue, or choose another output_dir"
         )
     notes.append(f"resuming after step {checkpoint.step} from {checkpoint.path}")
+    if note := checkpoint.state.get("note"):
+        notes.append(str(note))
     steps_then = checkpoint.state["config"]["train"]["steps"]
     if steps_then != planned_steps:
         notes.append(

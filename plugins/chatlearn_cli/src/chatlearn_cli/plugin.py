@@ -12,6 +12,9 @@ def chatlearn_cli_commands() -> list[CliCommandSpec]:
     return [
         CliCommandSpec(name="run", app="chatlearn_cli.run:run", help="Train a model according to a configuration."),
         CliCommandSpec(name="eval", app="chatlearn_cli.evaluate:evaluate", help="Evaluate models or checkpoints."),
+        CliCommandSpec(
+            name="convert", app="chatlearn_cli.convert:convert", help="Convert a checkpoint for other trainers."
+        ),
         CliCommandSpec(name="plugins", app="chatlearn_cli.plugins:app", help="List and show plugins."),
         CliCommandSpec(
             name="plugins list", app="chatlearn_cli.plugins:list_plugins", help="List every installed plugin."
