@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import pickle
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +28,7 @@ from chatlearn_core.types import (
 )
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.fakes.role_handle import CharacterCodes
+from chatlearn_testing.leftovers import process_state, wait_until_empty, written_files
 from chatlearn_testing.processes import descendants
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 
@@ -43,8 +47,13 @@ class RewardCase:
     """Token ids of the completion; None: one per character."""
     columns: Mapping[str, Any] = field(default_factory=dict)
 
-    def sample(self, name: str) -> Sample:
-        """Build a finished sample; token ids are character codes modulo 1,000."""
+    def sample(self, name: str, group: str | None = None) -> Sample:
+        """Build a finished sample; token ids are character codes modulo 1,000.
+
+        Args:
+            name: of the sample and its prompt.
+            group: id of its group; None gives it a group of its own.
+        """
         token_ids = [ord(c) % 1000 for c in self.completion] if self.token_ids is None else list(self.token_ids)
         prompt_ids = np.array([ord(c) % 1000 for c in self.prompt], dtype=np.int64)
         sampling = SamplingParams(max_tokens=max(1, len(token_ids)))
@@ -67,7 +76,7 @@ class RewardCase:
             messages=({"role": "user", "content": self.prompt},),
             columns=dict(self.columns),
         )
-        return sample_from_completion(name, f"group of {name}", prompt, completion)
+        return sample_from_completion(name, group or f"group of {name}", prompt, completion)
 
 
 MakeReward = Callable[[], Reward]
@@ -120,6 +129,9 @@ class RewardConformance(ConformanceSuite):
         for index, case in enumerate(self.cases):
             [result] = self._score(reward, [case.sample(f"alone-{index}")])
             self._assert_verdict(case, result)
+        together = [case.sample(f"together-{index}", "one group") for index, case in enumerate(self.cases)]
+        for case, result in zip(self.cases, self._score(reward, together), strict=True):
+            self._assert_verdict(case, result)
 
     def test_the_same_sample_gets_the_same_verdict(self, make_reward: MakeReward) -> None:
         """Scoring again, with the same object or a new one, gives equal values and components."""
@@ -129,21 +141,72 @@ class RewardConformance(ConformanceSuite):
         assert [(r.value, r.components) for r in first] == [(r.value, r.components) for r in second]
         assert [(r.value, r.components) for r in first] == [(r.value, r.components) for r in other]
 
+    def test_a_verdict_is_of_the_whole_sample(self, make_reward: MakeReward) -> None:
+        """What was scored before under the same id, prompt or text changes nothing.
+
+        Samples of a resumed or repeated step have ids that were used before, and prompts and texts come again with
+        other answers: a cache needs all of them as its key.
+        """
+        if self.record().unit == "group":
+            not_applicable("the record declares the unit 'group': samples are judged together")
+        used = make_reward()
+        cases = [case for case in self.cases if case.value is not None]
+        for case in cases:
+            self._assert_verdict(case, self._score(used, [case.sample("the same")])[0])
+        longer = [replace(case, token_ids=(65,) * 4 * (1 + len(case.completion))) for case in cases]
+        crossed = [replace(case, completion=other.completion) for case in cases for other in cases if case != other]
+        for case in (*longer[:1], *crossed[:4]):
+            found, fresh = (self._score(reward, [case.sample("the same")])[0] for reward in (used, make_reward()))
+            assert (found.value, found.components) == (fresh.value, fresh.components), (
+                f"{case.completion!r} for {case.ground_truth!r} in {len(case.token_ids or case.completion)} tokens gets"
+                f" {found.value} after other samples, {fresh.value} from a new object"
+            )
+
+    def test_a_sample_is_read_only(self, make_reward: MakeReward) -> None:
+        """``score`` changes no field of a sample: excluding samples and setting rewards is the run's work."""
+        samples = [case.sample(f"kept-{index}") for index, case in enumerate(self.cases)]
+        before = [pickle.dumps(sample) for sample in samples]
+        self._score(make_reward(), samples)
+        for sample, content in zip(samples, before, strict=True):
+            assert pickle.dumps(sample) == content, f"sample {sample.id!r} was changed"
+
+    def test_the_process_stays_as_it_was(self, make_reward: MakeReward, capfd: pytest.CaptureFixture[str]) -> None:
+        """``setup``, ``score`` and ``close`` print nothing to standard output and change no state that other roles of
+        the process share: global seeds, torch's threads and default dtype, environment, working directory.
+
+        Use a generator of your own (``np.random.default_rng``), and the logging module.
+        """
+        capfd.readouterr()
+        before = process_state()
+        reward = make_reward()
+        self._score(reward, [case.sample(f"quiet-{index}") for index, case in enumerate(self.cases)])
+        reward.close()
+        after = process_state()
+        changed = [name for name, value in before.items() if after[name] != value]
+        assert not changed, f"changed: {', '.join(changed)}"
+        printed = capfd.readouterr().out
+        assert not printed, f"printed to standard output: {printed[:200]!r}"
+
     def test_odd_samples_are_marked_not_raised(self, make_reward: MakeReward) -> None:
         """No content of a sample makes ``score`` raise, hang or return a non-finite value."""
+        good = next(case for case in self.cases if case.value is not None)
         odd = [
             RewardCase("", None),
+            replace(good, completion="", token_ids=()),
+            replace(good, completion="\x00\ud800"),
             RewardCase("\x00\ud800", None, ground_truth=float("nan")),
             RewardCase("9" * 5000, None, ground_truth="9"),
             RewardCase("\\frac{1}{0", None, ground_truth=object()),
             RewardCase("(" * 2000, None, ground_truth={"nested": [None]}),
         ]
         reward = make_reward()
-        results = self._score(reward, [case.sample(f"odd-{i}") for i, case in enumerate(odd)])
-        assert len(results) == len(odd)
+        samples = [case.sample(f"odd-{i}") for i, case in enumerate(odd)]
+        prompt = good.sample("odd-no-turn").prompt
+        no_turn = Sample("odd-no-turn", "odd-no-turn", prompt, prompt.token_ids, np.zeros(len(prompt.token_ids), bool))
+        results = self._score(reward, [*samples, no_turn])
+        assert len(results) == len(odd) + 1, f"{len(results)} results for {len(odd) + 1} samples"
         for result in results:
             assert result.value is None or math.isfinite(result.value), f"{result.value} is not finite; mark an error"
-        good = next(case for case in self.cases if case.value is not None)
         self._assert_verdict(good, self._score(reward, [good.sample("after the odd ones")])[0])
 
     def test_no_samples_no_results(self, make_reward: MakeReward) -> None:
@@ -180,14 +243,21 @@ class RewardConformance(ConformanceSuite):
         self._assert_verdict(good, self._run(cancel())[0])
 
     def test_closing_leaves_no_process(self, make_reward: MakeReward) -> None:
-        """``close`` ends every process that the reward started, even a hanging one, and is idempotent."""
-        before = set(descendants(os.getpid()))
-        reward = make_reward()
-        self._score(reward, [case.sample(f"last-{i}") for i, case in enumerate(self.cases)])
-        reward.close()
-        reward.close()
+        """``close`` ends every process and thread that the reward started, even a hanging one, removes the files that
+        it wrote, and is idempotent.
+        """
+        before, threads = set(descendants(os.getpid())), set(threading.enumerate())
+        with written_files() as written:
+            reward = make_reward()
+            self._score(reward, [case.sample(f"last-{i}") for i, case in enumerate(self.cases)])
+            reward.close()
+            reward.close()
         left = set(descendants(os.getpid())) - before
         assert not left, f"processes {sorted(left)} outlive close"
+        alive = wait_until_empty(lambda: [t.name for t in set(threading.enumerate()) - threads if t.is_alive()], 5)
+        assert not alive, f"threads {sorted(alive)} outlive close"
+        files = sorted(file for file in written if Path(file).exists())
+        assert not files, f"files outlive close: {', '.join(files[:5])}"
 
     @pytest.fixture
     def make_reward(self) -> Iterator[MakeReward]:
@@ -220,9 +290,11 @@ class RewardConformance(ConformanceSuite):
             assert result.error, f"{case.completion!r} must yield an error, but got the value {result.value}"
             return
         assert result.error is None, f"{case.completion!r}: {result.error}"
+        assert type(result.value) is float, f"{case.completion!r} got a {type(result.value).__name__}, not a float"
         assert result.value == pytest.approx(case.value), f"{case.completion!r} got {result.value}, not {case.value}"
         assert all(math.isfinite(part) for part in result.components.values()), result.components
         count = len(case.completion) if case.token_ids is None else len(case.token_ids)
         assert result.token_values is None or len(result.token_values) == count, "token_values is not [C]"
+        assert result.token_values is None or np.isfinite(result.token_values).all(), "token_values is not finite"
         if result.step_ends is not None:
             assert self.record().gives_steps, "the result has step_ends: set gives_steps in the plugin record"

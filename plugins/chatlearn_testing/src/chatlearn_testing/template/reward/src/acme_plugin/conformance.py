@@ -9,12 +9,14 @@ from chatlearn_testing.suites import RewardCase
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "reward/acme": {
-        "options": {"keywords": ["red", "blue"], "length_budget": 20, "length_penalty": 0.125},
+        "options": {"length_budget": 20, "length_penalty": 0.125},
         "cases": (
-            RewardCase("red and Blue", 1.0),
-            RewardCase("red", 0.5),
-            RewardCase("green", 0.0),
-            RewardCase("red, blue and two more", 1.0 - 2 * 0.125),
+            RewardCase("red and Blue", 1.0, ground_truth=["red", "blue"]),
+            RewardCase("red", 0.5, ground_truth=["red", "blue"]),
+            RewardCase("green", 0.0, ground_truth="blue"),
+            RewardCase("Größe", 1.0, ground_truth="größe"),
+            RewardCase("red, blue and two more", 1.0 - 2 * 0.125, ground_truth=["red", "blue"]),
+            RewardCase("red", None, ground_truth=7),
         ),
     }
 }
