@@ -25,7 +25,7 @@ ifneq ($(wildcard $(DATA)/gsm8k),)
 export CHATLEARN_TEST_DATA = $(abspath $(DATA))
 endif
 
-.PHONY: help install install-dev install-engines demo test test-again test-fast test-matrix test-models test-parity test-grid test-fuzz test-learning learning lint format wheels clean
+.PHONY: help install install-dev install-engines demo test test-again test-fast test-matrix test-models test-parity test-thorough test-grid test-fuzz test-learning learning lint format wheels clean
 
 help:  ## Show what can be made.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1 — /'
@@ -86,6 +86,9 @@ test-models: install-dev  ## Train and serve every model type of transformers, t
 
 test-parity: install-engines  ## Compare every trainer in every layout with plain transformers, and record the differences.
 	$(BIN)/python -m pytest -m parity $(ARGS)
+
+test-thorough: install-engines  ## Run longer forms of what `make test` shows.
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m thorough $(ARGS)
 
 test-grid: install-engines  ## Kill every worker in every phase of a run.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m grid $(ARGS)

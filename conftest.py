@@ -32,7 +32,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 ENGINE_TIMEOUT_S = 900
 """The first test of an engine waits for its start, which takes minutes on a machine that is busy."""
-OPT_IN = ("grid", "learning", "matrix", "models", "parity")
+OPT_IN = ("grid", "learning", "matrix", "models", "parity", "thorough")
 """Markers of tests that take too long for every change: they run when `-m` names them."""
 
 

@@ -81,6 +81,7 @@ def test_handles_are_checked_before_anything_starts(two_turns: Any, chatlearn: A
     assert "environment 'retry' needs roles of kind generator for the handles policy" in finished.output
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_on_ray_a_dead_worker_is_rebuilt_and_makes_the_same_rollouts(
     two_turns: Any, chatlearn: Any, tmp_path: Path

@@ -132,7 +132,11 @@ class TestOtherInterpreter:
 
 @pytest.mark.parametrize(
     ("phase", "by"),
-    [("sync", "SIGKILL"), pytest.param("wake", "SIGKILL", marks=pytest.mark.grid), ("sync", "SIGSTOP")],
+    [
+        ("sync", "SIGKILL"),
+        pytest.param("wake", "SIGKILL", marks=pytest.mark.grid),
+        pytest.param("sync", "SIGSTOP", marks=pytest.mark.grid),
+    ],
 )
 @pytest.mark.slow
 def test_an_engine_killed_or_stopped_during(phase, by, model_dir, make_replica, monkeypatch):

@@ -244,7 +244,7 @@ def test_what_validates_runs_and_the_rest_is_refused_with_a_sentence(
     defaults = [with_defaults(base) for base in bases]
     ends: Counter[str] = Counter()
     failures: list[str] = []
-    for case in cases(quick=140):
+    for case in cases(quick=60):
         which = case.random.randrange(len(bases))
         text = yaml.safe_dump(mutated(bases[which], defaults[which], case.random), allow_unicode=True)
         run = cases.seconds is not None or case.number % RUN_EVERY == 0

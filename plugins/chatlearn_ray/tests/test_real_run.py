@@ -102,6 +102,7 @@ def users_directory(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(small.parent)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_session", "users_directory")
 async def test_two_ranks_and_two_replicas_have_the_same_losses(small: Path, local: Path) -> None:
     output = await train(small, "ranks", RAY, "roles.trainer.ranks=2", "roles.generator.replicas=2")

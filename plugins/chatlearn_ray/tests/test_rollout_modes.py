@@ -69,6 +69,7 @@ async def test_without_staleness_async_is_bit_identical_to_sync(small: Path) -> 
 
 
 @pytest.mark.usefixtures("ray_session")
+@pytest.mark.thorough
 async def test_one_step_off_resumes_after_its_driver_was_killed_and_is_bit_identical_to_the_local_runtime(
     small: Path, cluster: Any
 ) -> None:
@@ -93,7 +94,7 @@ async def test_one_step_off_resumes_after_its_driver_was_killed_and_is_bit_ident
 
 
 @pytest.mark.usefixtures("ray_session")
-@pytest.mark.parametrize("how", ["abort", "pause"])
+@pytest.mark.parametrize("how", [pytest.param("abort", marks=pytest.mark.thorough), "pause"])
 async def test_unfinished_completions_outlast_weight_syncs_of_replicas_that_change_one_by_one(
     how: str, small: Path
 ) -> None:

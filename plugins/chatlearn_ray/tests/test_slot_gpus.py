@@ -66,6 +66,7 @@ async def visible_to_replicas(runtime: RayRuntime) -> set[str]:
     return {answer.text for answer in runtime.data.get_completions(answers, {"text"})}
 
 
+@pytest.mark.thorough
 async def test_ranks_and_an_engine_on_two_gpus_each_share_a_slot_through_every_loss(
     roles: Any, tmp_path: Path, gpu_node: GpuNode
 ) -> None:
