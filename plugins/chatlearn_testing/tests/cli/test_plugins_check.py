@@ -115,12 +115,13 @@ def test_settings_that_cannot_be_imported_fail(written, fake_environment) -> Non
 
 def test_a_test_that_ends_the_process_or_hangs_fails_and_the_rest_goes_on(written, tmp_path: Path) -> None:
     """The first scoring ends the process, the second one never returns, all others do what they should."""
+    (tmp_path / "count").mkdir()
     trap = f"""
         import os, time
         from pathlib import Path
         count = Path({str(tmp_path / "count")!r})
-        number = len(count.read_text()) if count.exists() else 0
-        count.write_text("x" * (number + 1))
+        number = len(list(count.iterdir()))
+        (count / str(number)).mkdir()  # a file would count as left behind
         if number == 0:
             os._exit(3)
         if number == 1:
