@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-for name in ("conformance_mutants", "reward_mutants"):
+for name in ("source_mutants", "conformance_mutants", "reward_mutants", "weight_sync_mutants"):
     if name not in sys.modules:
         specification = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
         assert specification is not None

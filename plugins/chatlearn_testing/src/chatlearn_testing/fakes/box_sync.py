@@ -28,9 +28,11 @@ class FakeBoxSender:
 
     def __init__(self, options: FakeOptions, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
+        self._open: set[Path] = set()
 
     def offer(self, plan: SyncRequest) -> SyncOffer:
         _folder(plan).mkdir(parents=True, exist_ok=True)
+        self._open.add(_folder(plan))
         return SyncOffer(self._endpoint.rank, OFFER)
 
     def send(self, plan: SyncRequest, trainer: Trainer) -> int:
@@ -56,9 +58,12 @@ class FakeBoxSender:
 
     def release(self, plan: SyncRequest) -> None:
         shutil.rmtree(_folder(plan), ignore_errors=True)  # another rank may have removed it first
+        self._open.discard(_folder(plan))
 
     def close(self) -> None:
-        """Nothing is held between syncs."""
+        """Remove the files of syncs that were never released."""
+        while self._open:
+            shutil.rmtree(self._open.pop(), ignore_errors=True)
 
 
 class FakeBoxReceiver:

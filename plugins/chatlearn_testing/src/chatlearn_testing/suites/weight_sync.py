@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +24,12 @@ from chatlearn_testing.leftovers import shared_memory, unheld, wait_until_empty
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.weight_sync_fixtures import (
     KeepingLoader,
+    Outcome,
     StreamingTrainer,
     Transport,
     WeightSyncFixtures,
     assert_loaded,
+    make_special_tensors,
     make_tensors,
     offers_of,
 )
@@ -35,6 +38,8 @@ FILES_S = 2.0
 """Time for a file-based transport to write the suite's few kilobytes, seconds."""
 SHORT_S = 0.3
 """Timeout of a plan whose other end never answers, seconds."""
+SLOW_S = 2.0
+"""Time that a slow trainer takes for one tensor, seconds."""
 LOAD_METHODS = {
     "tensors": "load_tensors",
     "boxes": "load_boxes",
@@ -73,11 +78,90 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
             "an end reports fewer bytes than the tensors have"
         )
 
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_special_values_arrive_bit_for_bit(self, transport: Transport, ranks: int) -> None:
+        """NaN with its payload, infinity, -0.0, subnormal numbers, wide integers, doubles, masks, empty, strided and
+        expanded tensors arrive as they are.
+
+        Changed: a conversion through another dtype, a comparison of numbers instead of bits, or a clean-up of values
+        that are not finite, which would hide a policy that diverged.
+        """
+        tensors = make_special_tensors()
+        trainers = [StreamingTrainer(tensors, rank, ranks) for rank in range(ranks)]
+        outcome = self.run(transport.run(transport.plan(tensors, ranks=ranks), trainers))
+        assert not outcome.errors, outcome.errors
+        assert_loaded(outcome.loaders[0], tensors)
+
+    def test_a_slow_trainer_does_not_block_the_event_loop(self, transport: Transport) -> None:
+        """``receive`` waits without blocking: other coroutines of the process, which serve requests, go on."""
+        tensors = make_tensors()
+        gaps: list[float] = []
+
+        def slowly(name: str) -> None:
+            if name == "layers.1.proj.weight":
+                time.sleep(SLOW_S)
+
+        async def beat() -> None:
+            last = time.monotonic()
+            while True:
+                await asyncio.sleep(0.01)
+                now = time.monotonic()
+                gaps.append(now - last)
+                last = now
+
+        async def measured() -> Outcome:
+            beating = asyncio.create_task(beat())
+            try:
+                return await transport.run(transport.plan(tensors), [StreamingTrainer(tensors, before=slowly)])
+            finally:
+                beating.cancel()
+
+        outcome = self.run(measured())
+        assert not outcome.errors, outcome.errors
+        assert max(gaps) < 0.75 * SLOW_S, (
+            f"the event loop stood still for {max(gaps):.1f} s while the trainer took {SLOW_S:g} s for a tensor"
+        )
+
+    def test_a_failed_sync_leaves_nothing_for_the_next(self, transport: Transport) -> None:
+        """After a sync in which the trainer failed midway, the same two ends move other weights completely."""
+        first, second = make_tensors(), make_tensors(1)
+        ends = transport.ends(transport.plan(first))
+        plan = transport.plan(first, timeout_s=self.patience_s / 4)
+        broken = StreamingTrainer(first, before=_fail_at("layers.1.proj.weight"))
+        assert self.run(transport.run(plan, [broken], ends=ends)).errors
+        outcome = self.run(transport.run(transport.plan(second), [StreamingTrainer(second)], ends=ends))
+        assert not outcome.errors, outcome.errors
+        assert_loaded(outcome.loaders[0], second)
+
+    def test_an_open_sync_is_cleaned_up_by_close(self, transport: Transport) -> None:
+        """``close`` removes the shared memory and the files of a sync that was offered and never released."""
+        memory = shared_memory()
+        tensors = make_tensors()
+        [sender], _ = transport.ends(transport.plan(tensors))
+        plan = transport.plan(tensors, timeout_s=SHORT_S)
+
+        async def send() -> None:
+            sender.offer(plan)
+            sending = asyncio.to_thread(sender.send, plan, StreamingTrainer(tensors))  # type: ignore[arg-type]  # a trainer in what senders use of it
+            await asyncio.gather(sending, return_exceptions=True)
+
+        self.run(send())
+        transport.close()
+        left = wait_until_empty(lambda: sorted(unheld(shared_memory() - memory, besides=os.getpid())))
+        assert not left, f"shared memory was left behind: {left}"
+        if not self.record().replayable:
+            assert not (files := _files(transport.workspace)), f"files were left behind: {sorted(files)}"
+
     @pytest.mark.parametrize(("ranks", "replicas"), [(1, 2), (2, 1), (2, 2)])
     def test_several_ranks_and_replicas(self, transport: Transport, ranks: int, replicas: int) -> None:
-        """Every rank sends the tensors or boxes that it owns, and every replica gets all tensors."""
+        """Every rank sends the tensors or boxes that it owns, and every replica gets all tensors, although the last
+        rank is slower than the others.
+        """
         tensors = make_tensors()
-        trainers = [StreamingTrainer(tensors, rank, ranks) for rank in range(ranks)]
+        trainers = [
+            StreamingTrainer(tensors, rank, ranks, before=_pause_at("layers.1.proj.weight", 0.3 * rank))
+            for rank in range(ranks)
+        ]
         outcome = self.run(transport.run(transport.plan(tensors, ranks=ranks, replicas=replicas), trainers))
         assert not outcome.errors, outcome.errors
         assert len(outcome.loaders) == replicas
@@ -296,6 +380,14 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
 
 def _files(directory: Path) -> set[Path]:
     return {path for path in directory.rglob("*") if path.is_file()} if directory.is_dir() else set()
+
+
+def _pause_at(name: str, seconds: float) -> Callable[[str], None]:
+    def before(current: str) -> None:
+        if current == name:
+            time.sleep(seconds)
+
+    return before
 
 
 def _fail_at(name: str) -> Callable[[str], None]:

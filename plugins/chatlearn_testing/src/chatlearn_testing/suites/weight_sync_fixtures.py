@@ -56,6 +56,33 @@ def make_tensors(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
+def make_special_tensors() -> dict[str, Tensor]:
+    """Build values and forms that a conversion, a comparison or a copy would change or drop."""
+    bits = [0x7FC00000, 0x7FC12345, 0xFFC00001, 0x7F800000, 0xFF800000, 0x80000000, 0x00000001, 0x807FFFFF, 0x3F800001]
+    single = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    half = torch.tensor([0x7E01, 0x7C00, 0xFC00, 0x8000, 0x0001, 0x83FF, 0x3C01], dtype=torch.int32).to(torch.int16)
+    return {
+        "single.special": single,
+        "bfloat16.special": single.view(torch.int32).bitwise_right_shift(16).to(torch.int16).view(torch.bfloat16),
+        "half.special": half.view(torch.float16),
+        "double.fine": torch.tensor([torch.pi, 1e300, -5e-324, 1.0 + 2**-52], dtype=torch.float64),
+        "int64.wide": torch.tensor([2**53 + 1, -(2**62), 2**31, -1]),
+        "int32.wide": torch.tensor([2**24 + 1, -(2**31)], dtype=torch.int32),
+        "uint8.mask": torch.arange(256, dtype=torch.uint8),
+        "bool.mask": torch.tensor([True, False, True, True, False]),
+        "int64.scalar": torch.tensor(2**40 + 1),
+        "empty": torch.zeros(0, 4),
+        "square": torch.arange(16.0).view(4, 4),
+        "strided": torch.arange(64, dtype=torch.float64).view(8, 8)[:, ::2].t(),
+        "expanded": torch.tensor([[1.5], [2.5]]).expand(2, 3),
+    }
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal to the bit: NaN equals the same NaN, and -0.0 is not 0.0."""
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
 class StreamingTrainer:
     """The part of a trainer that a sender uses: ``manifest`` and ``weights`` of one rank."""
 
@@ -87,7 +114,7 @@ class StreamingTrainer:
     def weights(self, export: Export = "full_tensors", payload: Payload = "full") -> Iterator[WeightShard]:
         """Yield every tensor on every rank, owned in turns (``full_tensors``), or this rank's rows of each (``boxes``).
 
-        Rank 0 owns the scalars of ``boxes``.
+        Rank 0 owns the scalars and empty tensors of ``boxes``.
         """
         for index, (name, tensor) in enumerate(self.tensors.items()):
             if self._before is not None:
@@ -96,7 +123,7 @@ class StreamingTrainer:
             if export == "full_tensors":
                 box = tuple((0, size) for size in shape)
                 yield self._change(WeightShard(name, shape, box, index % self._num_ranks, tensor))
-            elif shape or self._rank == 0:
+            elif self._rank == 0 or (shape and tensor.numel()):
                 start, stop = (shape[0] * (self._rank + i) // self._num_ranks for i in (0, 1)) if shape else (0, 0)
                 rest = tuple((0, size) for size in shape[1:])
                 box = ((start, stop), *rest) if shape else ()
@@ -131,7 +158,8 @@ class KeepingLoader:
             if self.before is not None:
                 self.before(shard.name)
             # Elements that do not arrive stay NaN; uninitialised memory could hold the right values by chance.
-            whole = self.loaded.setdefault(shard.name, shard.tensor.new_full(shard.global_shape, torch.nan))
+            fill = torch.nan if shard.tensor.is_floating_point() else 0
+            whole = self.loaded.setdefault(shard.name, shard.tensor.new_full(shard.global_shape, fill))
             whole[tuple(slice(start, stop) for start, stop in shard.box)] = shard.tensor
             await asyncio.sleep(0)
 
@@ -352,7 +380,7 @@ def assert_loaded(loader: KeepingLoader, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         found = loader.loaded[name]
         assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), f"{name}: {found.dtype} {list(found.shape)}"
-        assert torch.equal(found, tensor), f"{name}: the values received differ from those sent"
+        assert same_bits(found, tensor), f"{name}: the values received differ from those sent"
 
 
 def offers_of(senders: Sequence[WeightSender], plan: SyncRequest) -> list[SyncOffer]:

@@ -1,0 +1,108 @@
+"""The suites fail on each mutant of the templates, in the contract test meant for it, and pass the templates."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reward_mutants
+import torch
+import weight_sync_mutants
+from source_mutants import SourceMutant
+
+import chatlearn_testing
+from chatlearn_core.plugins.records import Kind
+from chatlearn_testing.check import Results, run_conformance
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+
+TEMPLATES = Path(chatlearn_testing.__file__).parent / "template"
+MUTANTS = (*reward_mutants.MUTANTS, *weight_sync_mutants.MUTANTS)
+KINDS: tuple[Kind, ...] = ("reward", "weight_sync")
+HOOKS = {"reward": "chatlearn_rewards", "weight_sync": "chatlearn_weight_syncs"}
+IMPORTS = """from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from chatlearn_core.types import WeightShard
+"""
+
+
+@contextmanager
+def restored_process() -> Iterator[None]:
+    """Undo what mutants change for good."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    folder, dtype, variables = Path.cwd(), torch.get_default_dtype(), dict(os.environ)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        torch.set_default_dtype(dtype)
+        os.chdir(folder)
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for the package ``acme_plugin``, which is unloaded after the test."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(ConformanceSuite, "patience_s", 10.0)  # mutants hang
+    yield tmp_path / "acme_plugin"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "acme_plugin"]:
+        del sys.modules[name]
+
+
+def check(kind: Kind, package: Path, select: tuple[str, ...] = ()) -> Results:
+    """Run the suite on the record that the package registers, with the package's own settings."""
+    importlib.invalidate_caches()
+    [record] = getattr(importlib.import_module("acme_plugin.plugin"), HOOKS[kind])()
+    settings: dict[str, Any] = {}
+    if (package / "conformance.py").exists():
+        settings = dict(importlib.import_module("acme_plugin.conformance").SETTINGS)
+    with restored_process():
+        return run_conformance([record], settings=settings, select=select)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_original_passes(kind: Kind, package: Path) -> None:
+    shutil.copytree(TEMPLATES / kind / "src" / "acme_plugin", package)
+    results = check(kind, package)
+    assert results.conforms, "\n".join(f"{verdict.test}: {verdict.reason}" for verdict in results.of("failed"))
+    passed = {verdict.test.split("[")[0] for verdict in results.of("passed")}
+    assert {mutant.caught_by for mutant in MUTANTS if mutant.kind == kind} <= passed
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.kind}-{mutant.name}")
+def test_a_mutant_is_caught(mutant: SourceMutant, package: Path) -> None:
+    shutil.copytree(TEMPLATES / mutant.kind / "src" / "acme_plugin", package)
+    file = package / mutant.file
+    source = file.read_text(encoding="utf-8")
+    assert source.count(mutant.old) == 1, f"{mutant.old!r} is there {source.count(mutant.old)} times"
+    changed = source.replace(mutant.old, mutant.new).replace("from __future__ import annotations\n", IMPORTS, 1)
+    file.write_text(changed, encoding="utf-8")
+    results = check(mutant.kind, package, (mutant.caught_by,))
+    failed = [verdict for verdict in results.of("failed") if verdict.reason.startswith("call:")]
+    assert {verdict.test.split("[")[0] for verdict in failed} == {mutant.caught_by}, results.output
