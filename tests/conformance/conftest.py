@@ -6,7 +6,10 @@ import importlib.util
 import sys
 from pathlib import Path
 
-for name in ("source_mutants", "conformance_mutants", "reward_mutants", "weight_sync_mutants"):
+NAMES = ("source_mutants", "algorithm_mutants", "conformance_mutants", "reward_mutants", "weight_sync_mutants")
+"""In the order in which they import each other."""
+
+for name in NAMES:
     if name not in sys.modules:
         specification = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
         assert specification is not None

@@ -87,4 +87,5 @@ def test_the_original_passes(
 
 
 def test_every_suite_has_mutants() -> None:
-    assert {mutant.kind for mutant in MUTANTS} == set(SUITES)
+    of_templates = {"algorithm"}  # in modules of their own: algorithm_mutants
+    assert {mutant.kind for mutant in MUTANTS} | of_templates == set(SUITES)

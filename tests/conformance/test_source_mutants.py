@@ -25,6 +25,8 @@ from chatlearn_core.plugins.records import Kind
 from chatlearn_testing.check import Results, run_conformance
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 
+pytestmark = pytest.mark.slow
+
 TEMPLATES = Path(chatlearn_testing.__file__).parent / "template"
 MUTANTS = (*reward_mutants.MUTANTS, *weight_sync_mutants.MUTANTS)
 KINDS: tuple[Kind, ...] = ("reward", "weight_sync")

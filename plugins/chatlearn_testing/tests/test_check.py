@@ -19,9 +19,11 @@ CASES = (RewardCase("all", 1.0, token_ids=(1,)), RewardCase("none", 0.0, token_i
 
 
 def test_every_kind_of_backend_has_a_suite() -> None:
-    assert set(SUITES) == {"trainer", "generator", "reward", "weight_sync", "runtime"}
+    assert set(SUITES) == {"trainer", "generator", "reward", "weight_sync", "runtime", "algorithm"}
     assert suites_for(records.FAKE_TRAINER) is TrainerConformance
-    with pytest.raises(PluginError, match=r"logger 'acme'.*generator, reward, runtime, trainer, weight_sync"):
+    with pytest.raises(
+        PluginError, match=r"logger 'acme'.*algorithm, generator, reward, runtime, trainer, weight_sync"
+    ):
         suites_for(LoggerSpec(name="acme", factory="a:b", options="a:c"))
 
 

@@ -22,6 +22,7 @@ from chatlearn_core.plugins.records import PluginRecord
 from chatlearn_testing.applicability import NOT_APPLICABLE
 from chatlearn_testing.guard import suite_violations
 from chatlearn_testing.suites import (
+    AlgorithmConformance,
     ConformanceSuite,
     GeneratorConformance,
     RewardConformance,
@@ -41,6 +42,7 @@ SUITES: Mapping[str, type[ConformanceSuite]] = {
         RewardConformance,
         WeightSyncConformance,
         RuntimeConformance,
+        AlgorithmConformance,
     )
 }
 TEST_FILE = """\

@@ -35,6 +35,7 @@ SUITE_NAMES: Mapping[Kind, str] = {
     "reward": "RewardConformance",
     "weight_sync": "WeightSyncConformance",
     "runtime": "RuntimeConformance",
+    "algorithm": "AlgorithmConformance",
 }
 """Classes of ``chatlearn_testing.suites``, whose import takes seconds."""
 

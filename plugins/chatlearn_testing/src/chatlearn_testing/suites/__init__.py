@@ -1,5 +1,6 @@
 """The conformance suites, one for each kind of backend; ``chatlearn_testing.__doc__`` shows how to use them."""
 
+from chatlearn_testing.suites.algorithm import AlgorithmConformance
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.generator import GeneratorConformance
 from chatlearn_testing.suites.reward import RewardCase, RewardConformance
@@ -8,6 +9,7 @@ from chatlearn_testing.suites.trainer import TrainerConformance
 from chatlearn_testing.suites.weight_sync import WeightSyncConformance
 
 __all__ = [
+    "AlgorithmConformance",
     "ConformanceSuite",
     "GeneratorConformance",
     "RewardCase",

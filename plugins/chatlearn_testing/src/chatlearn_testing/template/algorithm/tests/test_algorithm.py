@@ -7,11 +7,16 @@ import pytest
 import torch
 from chatlearn_core.protocols import AlgorithmContext
 from chatlearn_core.types import RAW_BASIS, Derived, Prompt, RewardResult, Sample, TrainBatch, scored_batch
+from chatlearn_testing.suites import AlgorithmConformance
 
 from acme_plugin.algorithm import Acme
 from acme_plugin.options import AcmeOptions
 
 NUM_PROMPT = 2
+
+
+class TestConformance(AlgorithmConformance):
+    backend = "acme"
 
 
 @pytest.fixture
@@ -63,18 +68,3 @@ def test_loss_and_gradient_are_the_policy_gradient(algorithm: Acme) -> None:
     expected = [0.0, 0.0, -1 / 6, -1 / 6, -1 / 6, 0.0, 0.0, 1 / 6, 1 / 6, 1 / 6]
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx(expected)
-
-
-def test_losses_of_micro_batches_add_up(algorithm: Acme) -> None:
-    samples = make_samples([1.0, 0.0, 0.25])
-    [update] = algorithm.updates(step=1)
-    loss = update.loss
-    batch = loss.prepare(derived(algorithm, samples)[0])
-
-    def total(part: TrainBatch) -> float:
-        return float(loss({"logprobs": -part.token_data["noise"]}, part).total)
-
-    batch.token_data["noise"] = torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(0))
-    parts = [batch.select([0]), batch.select([1, 2]), batch.select([])]
-    assert sum(total(part) for part in parts) == pytest.approx(total(batch), abs=1e-6)
-    assert abs(total(batch)) > 1e-3

@@ -1,0 +1,47 @@
+"""The suite for algorithms on every algorithm of this distribution, with its defaults and with options that matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from chatlearn_algorithms import plugin
+from chatlearn_testing.check import run_conformance
+
+RECORDS = {record.name: record for record in plugin.chatlearn_algorithms()}
+REFERENCE = {"reference": "trainer"}
+KL = {"kl_coef": 0.1, "entropy_coef": 0.01}
+TRUNCATED = {"top_k": 8, "max_kept_ids": 8}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in RECORDS},
+    "cispo": ("cispo", {"detaches": True}),
+    "gspo": ("gspo", {"detaches": True}),
+    "gdpo": ("gdpo", {"options": {"rewards": {"correct": 1, "short": 0.5}}, "reward_components": ("correct", "short")}),
+    "grpo-process": ("grpo", {"options": {"supervision": "process"}, "reward_steps": True}),
+    "grpo-kl": ("grpo", {"options": KL | {"importance_correction": "truncate"}, "roles": REFERENCE}),
+    "grpo-full-kl": ("grpo", {"options": {"kl_coef": 0.1, "kl_estimator": "full"}, "roles": REFERENCE}),
+    "grpo-prompt-mean": ("grpo", {"options": {"aggregation": "prompt_mean"}}),
+    "grpo-truncated": (
+        "grpo",
+        {"options": {"truncated_logprobs": True, "recompute_old_logprobs": False}, "sampling": TRUNCATED},
+    ),
+    "rloo-kl": ("rloo", {"options": {"kl_coef": 0.1}, "roles": REFERENCE}),
+    "ppo-kl": ("ppo", {"options": {"kl_coef": 0.1, "kl_placement": "reward", "kl_target": 0.1, "kl_estimator": "k1"},
+        "roles": REFERENCE}),
+    "online_dpo-ipo": ("online_dpo", {"options": {"loss": "ipo", "group_size": 4, "pairing": "all"}}),
+    "kto-zero": ("kto", {"options": {"reference_point": "zero"}}),
+    "distillation-sampled": ("distillation", {"options": {"divergence": "sampled_reverse_kl"}}),
+}  # fmt: skip
+
+
+def test_every_algorithm_is_tested() -> None:
+    assert {name for name, _ in CASES.values()} == set(RECORDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_conforms(case: str) -> None:
+    name, settings = CASES[case]
+    results = run_conformance([RECORDS[name]], settings={f"algorithm/{name}": settings})
+    assert results.conforms, "\n".join(f"{verdict.test}: {verdict.reason}" for verdict in results.of("failed"))
