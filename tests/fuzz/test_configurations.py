@@ -260,7 +260,8 @@ def test_what_validates_runs_and_the_rest_is_refused_with_a_sentence(
             break
     print(dict(ends))
     assert not failures, "\n\n".join(failures)
-    assert cases.seconds is not None or min(ends["refused"], ends["assembled"] + ends["completed"]) > 10, ends
+    both = min(ends["refused"], ends["assembled"] + ends["completed"])
+    assert cases.seconds is not None or both >= ends.total() / 20, f"the cases are nearly all of one kind: {ends}"
 
 
 def may_need_the_run(text: str) -> bool:
