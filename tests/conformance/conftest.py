@@ -6,7 +6,14 @@ import importlib.util
 import sys
 from pathlib import Path
 
-NAMES = ("source_mutants", "algorithm_mutants", "conformance_mutants", "reward_mutants", "weight_sync_mutants")
+NAMES = (
+    "source_mutants",
+    "algorithm_mutants",
+    "conformance_mutants",
+    "reward_mutants",
+    "trainer_mutants",
+    "weight_sync_mutants",
+)
 """In the order in which they import each other."""
 
 for name in NAMES:

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 import reward_mutants
 import torch
+import trainer_mutants
 import weight_sync_mutants
 from source_mutants import SourceMutant
 
 import chatlearn_testing
+from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.plugins.records import Kind
 from chatlearn_testing.check import Results, run_conformance
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
@@ -28,9 +30,9 @@ from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 pytestmark = pytest.mark.slow
 
 TEMPLATES = Path(chatlearn_testing.__file__).parent / "template"
-MUTANTS = (*reward_mutants.MUTANTS, *weight_sync_mutants.MUTANTS)
-KINDS: tuple[Kind, ...] = ("reward", "weight_sync")
-HOOKS = {"reward": "chatlearn_rewards", "weight_sync": "chatlearn_weight_syncs"}
+MUTANTS = (*reward_mutants.MUTANTS, *trainer_mutants.MUTANTS, *weight_sync_mutants.MUTANTS)
+KINDS: tuple[Kind, ...] = ("reward", "trainer", "weight_sync")
+HOOKS = {"reward": "chatlearn_rewards", "trainer": "chatlearn_trainers", "weight_sync": "chatlearn_weight_syncs"}
 IMPORTS = """from __future__ import annotations
 
 import asyncio
@@ -78,14 +80,19 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def check(kind: Kind, package: Path, select: tuple[str, ...] = ()) -> Results:
-    """Run the suite on the record that the package registers, with the package's own settings."""
+    """Run the suite on the record that the package registers, with the package's own settings and model."""
     importlib.invalidate_caches()
     [record] = getattr(importlib.import_module("acme_plugin.plugin"), HOOKS[kind])()
+    key = f"{kind}/{record.name}"
     settings: dict[str, Any] = {}
     if (package / "conformance.py").exists():
-        settings = dict(importlib.import_module("acme_plugin.conformance").SETTINGS)
+        settings = dict(importlib.import_module("acme_plugin.conformance").SETTINGS[key])
+    load_reference, build_model = settings.pop("load_reference", None), settings.pop("build_model", None)
+    model = resolve_import_string(build_model)(package.parent / "model") if build_model else None
     with restored_process():
-        return run_conformance([record], settings=settings, select=select)
+        return run_conformance(
+            [record], model_directory=model, load_reference=load_reference, settings={key: settings}, select=select
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)

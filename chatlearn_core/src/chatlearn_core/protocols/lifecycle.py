@@ -84,7 +84,8 @@ class Lifecycle(Protocol):
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
         """Move these parts out of device memory. Parts that this backend does not hold, or that are already offloaded,
-        are ignored. When it returns, the memory is free for other processes.
+        are ignored. When it returns, the memory is free for other processes. A trainer's calls that need an offloaded
+        part raise a ``BackendError`` that names it.
         """
 
     def onload(self, parts: Collection[MemoryPart]) -> None:

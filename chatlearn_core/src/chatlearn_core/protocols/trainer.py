@@ -36,7 +36,8 @@ class Trainer(Lifecycle, Protocol):
     def data_parallel_size(self) -> int: ...
 
     def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
-        """Per-token or per-sequence outputs without gradient, on the host, in batch order.
+        """The requested outputs and no others, without gradient, on the host, in batch order. Logprobs and entropies
+        are float32.
 
         The trainer chooses its micro-batches; the result does not depend on them.
         """
@@ -49,11 +50,12 @@ class Trainer(Lifecycle, Protocol):
 
         Raises:
             BackendError: the loss or the gradient norm is not finite; names the samples of the micro-batch. The
-                weights are unchanged.
+                weights, the optimizer and the next update are unaffected.
         """
 
     def save(self, directory: Path) -> Mapping[str, FileFacts]:
-        """Write a resumable checkpoint: weights, optimizer, schedule, random state. Collective call.
+        """Write a resumable checkpoint: weights, optimizer, schedule, random state. Replaces one in this directory.
+        Collective call.
 
         Returns:
             Size and checksum of the files that this rank wrote and flushed to disk, by path below ``directory``. The

@@ -86,7 +86,7 @@ def reference_entropy(reference: torch.nn.Module, token_ids: Tensor, temperature
     return torch.cat([entropy.new_zeros(1), entropy[:-1]])
 
 
-def reference_loss(reference: torch.nn.Module, batch: TrainBatch) -> Tensor:
+def reference_loss(reference: torch.nn.Module, batch: TrainBatch, temperature: float = 1.0) -> Tensor:
     """Compute ``MaskedPolicyLoss`` of a batch in a loop over its sequences. Keeps the graph."""
     total = torch.zeros(())
     parts = zip(
@@ -96,5 +96,5 @@ def reference_loss(reference: torch.nn.Module, batch: TrainBatch) -> Tensor:
         strict=True,
     )
     for token_ids, mask, advantages in parts:
-        total = total - (reference_logprobs(reference, token_ids) * advantages * mask).sum()
+        total = total - (reference_logprobs(reference, token_ids, temperature) * advantages * mask).sum()
     return total / max(1, int(batch.loss_mask.sum()))

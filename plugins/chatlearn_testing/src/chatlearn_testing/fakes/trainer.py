@@ -165,14 +165,15 @@ class FakeTrainer:
         return merge_metrics(*(result.metrics for result in results)) | own
 
     def save(self, directory: Path) -> Mapping[str, FileFacts]:
-        """See the protocol. Rank 0 writes the tensors of all ranks."""
+        """See the protocol. Rank 0 writes the tensors of all ranks, and its random state for all."""
         self._require("weights", "optimizer")
         weights, momentum = self._whole(self._weights), self._whole(self._momentum)
         if self.context.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             content = weights | {f"momentum/{name}": tensor for name, tensor in momentum.items()}
             save_file(content, directory / CHECKPOINT_FILE)
-            (directory / STATE_FILE).write_text(json.dumps({"format": 1}), encoding="utf-8")
+            state = {"format": 1, "random": bytes(torch.get_rng_state().tolist()).hex()}
+            (directory / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
         if self.data_parallel_size > 1:
             dist.barrier()
         return file_facts(directory, [CHECKPOINT_FILE, STATE_FILE]) if self.context.rank == 0 else {}
@@ -191,6 +192,8 @@ class FakeTrainer:
             raise CheckpointError(f"{file} is of another model: it holds {shapes}")
         self._weights = self._own_rows({name: content[name] for name in shapes})
         self._momentum = self._own_rows({name: content[f"momentum/{name}"] for name in shapes})
+        state = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
+        torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["random"])), dtype=torch.uint8))
 
     def load_model(self, directory: Path, *, fresh_optimizer: bool = True, decay: float = 0.0) -> None:
         self._require("weights", "optimizer")

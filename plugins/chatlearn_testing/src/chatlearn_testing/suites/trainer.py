@@ -21,6 +21,7 @@ from chatlearn_testing.batches import (
     sequences,
 )
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites.trainer_checkpoints import TrainerCheckpointsContract
 from chatlearn_testing.suites.trainer_fixtures import (
     RELATIVE,
     MakeTrainer,
@@ -29,6 +30,7 @@ from chatlearn_testing.suites.trainer_fixtures import (
     logprobs_of,
     stream,
 )
+from chatlearn_testing.suites.trainer_steps import TrainerStepsContract
 from chatlearn_testing.suites.trainer_weights import TrainerWeightsContract
 
 TRAINER_PARTS: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
@@ -39,7 +41,9 @@ the stricter ``RELATIVE``.
 """
 
 
-class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSuite):
+class TrainerConformance(
+    TrainerStepsContract, TrainerCheckpointsContract, TrainerWeightsContract, TrainerFixtures, ConformanceSuite
+):
     """Contract tests that every trainer must pass.
 
     A subclass sets ``backend``, a fixture ``model_directory`` and ``load_reference``. It also sets ``options`` if the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -240,8 +241,17 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
     def test_export_is_a_model_directory(
         self, make_trainer: MakeTrainer, model_directory: Path, reference: torch.nn.Module, tmp_path: Path
     ) -> None:
-        """An export is a model directory with the same names, from which a trainer computes the same logprobs."""
+        """An export is a model directory with the same names and configuration, from which a trainer computes the same
+        logprobs. Without ``model_type`` in its ``config.json``, no other tool can load it.
+        """
         make_trainer().export_model(tmp_path / "export")
+        configurations = []
+        for directory in (model_directory, tmp_path / "export"):
+            assert (directory / "config.json").is_file(), f"{directory} has no config.json"
+            configurations.append(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+        for key in ("model_type", "vocab_size"):
+            own, exported = (configuration.get(key) for configuration in configurations)
+            assert own == exported, f"config.json of the export has {key} {exported!r} instead of {own!r}"
         expected, found = read_checkpoint(model_directory), read_checkpoint(tmp_path / "export")
         assert not (lines := manifest_of(expected).differences(manifest_of(found))), "\n".join(lines)
         with torch.no_grad():

@@ -125,7 +125,8 @@ class AcmeTrainer:
         model = self._ready("weights", "optimizer")
         directory.mkdir(parents=True, exist_ok=True)
         optimizer = None if self._optimizer is None else self._optimizer.state_dict()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer}, directory / CHECKPOINT_FILE)
+        content = {"model": model.state_dict(), "optimizer": optimizer, "random": torch.get_rng_state()}
+        torch.save(content, directory / CHECKPOINT_FILE)
         return file_facts(directory, [CHECKPOINT_FILE])
 
     def load(self, directory: Path) -> None:
@@ -136,6 +137,7 @@ class AcmeTrainer:
             model.load_state_dict(content["model"])
             if self._optimizer is not None:
                 self._optimizer.load_state_dict(content["optimizer"])
+            torch.set_rng_state(content["random"].cpu())
         except (OSError, EOFError, RuntimeError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
             raise CheckpointError(
                 f"{file} is missing, damaged or of another model: {error}; resume from an earlier checkpoint"

@@ -1,0 +1,249 @@
+"""The template's trainer with one fault each, as an author might make it, and the contract test that must fail.
+
+Names that mutants use and the template does not import are added by the test.
+"""
+
+from __future__ import annotations
+
+from source_mutants import SourceMutant
+
+PLAIN = "test_update_reports_the_loss_and_gradient_norm_of_a_plain_forward"
+TEMPERATURE = "test_the_temperature_holds_for_every_output_and_the_loss"
+ASKED = "test_outputs_are_those_asked_for"
+TRACELESS = "test_compute_leaves_no_gradient"
+STEP = "test_a_step_is_as_long_as_its_rate"
+SEVERAL = "test_several_updates_are_resumed"
+FRESH = "test_gradients_of_an_update_do_not_reach_the_next"
+CLIPPED = "test_large_gradients_are_clipped_once_by_their_norm"
+FINITE = "test_what_is_not_finite_on_its_own_is_refused"
+AWAY = "test_offloaded_parts_are_not_worked_with"
+RESUMED = "test_save_and_load_continue_bit_identically"
+RANDOM = "test_random_state_is_resumed"
+USED = "test_a_used_directory_holds_the_last_checkpoint"
+OTHER = "test_a_checkpoint_of_another_model_is_refused"
+EXPORT = "test_export_is_a_model_directory"
+STREAM = "test_manifest_describes_the_stream"
+
+CLIP = "norm = self._clip(model)"
+BACKWARD = "result.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it"
+NOT_FINITE = "if not math.isfinite(total) or not math.isfinite(norm):"
+OPTIMIZER_STEP = "self._optimizer.step()"
+RATE_METRIC = '"lr": Metric(self.options.learning_rate)'
+CLIP_BY_NORM = "torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.options.grad_clip, norm)"
+SCHEDULE = (
+    "self._n = getattr(self, '_n', 0) + 1; rate = self.options.learning_rate * {factor};"
+    " self._optimizer.param_groups[0]['lr'] = rate; self._optimizer.step()"
+)
+STEP_TO_METRICS = f"""{OPTIMIZER_STEP}
+        self._optimizer.zero_grad()
+        own = {{
+            "loss": Metric(total, 1.0, "sum"),
+            "grad_norm": Metric(norm),
+            {RATE_METRIC}"""
+SAVE_START = "directory.mkdir(parents=True, exist_ok=True)"
+READ_MODEL = 'model.load_state_dict(content["model"])'
+READ_RANDOM = 'torch.set_rng_state(content["random"].cpu())'
+OUTPUTS = "return {name: outputs[name] for name in request.names}"
+TO_HOST = "return {name: tensor.cpu() for name, tensor in outputs.items()}"
+COMPUTED = "outputs = self._outputs(model, batch.to(self.context.device), request)"
+LOSS_OUTPUTS = "self._outputs(model, micro, loss.needs)"
+
+
+def _edit(name: str, caught_by: str, old: str, new: str) -> SourceMutant:
+    return SourceMutant("trainer", name, "trainer.py", old, new, caught_by)
+
+
+MUTANTS = (
+    # Numbers
+    _edit("norm_after_clipping", PLAIN, "return float(norm)", "return min(float(norm), 0.01)"),
+    _edit("entropy_at_temperature_1", TEMPERATURE, "scored.entropy)", "scored.entropy * request.temperature)"),
+    _edit(
+        "update_at_temperature_1",
+        TEMPERATURE,
+        LOSS_OUTPUTS,
+        "self._outputs(model, micro, replace(loss.needs, temperature=1.0))",
+    ),
+    _edit(
+        "update_at_half_the_temperature",
+        TEMPERATURE,
+        LOSS_OUTPUTS,
+        "self._outputs(model, micro, replace(loss.needs, temperature=loss.needs.temperature ** 2))",
+    ),
+    _edit("all_outputs", ASKED, OUTPUTS, "outputs['extra'] = outputs['logprobs']; return outputs"),
+    _edit("logprobs_always", ASKED, OUTPUTS, "return outputs"),
+    _edit("double_outputs", ASKED, TO_HOST, TO_HOST.replace(".cpu()", ".double()")),
+    _edit("half_outputs", ASKED, TO_HOST, TO_HOST.replace(".cpu()", ".half()")),
+    _edit("outputs_with_a_graph", ASKED, TO_HOST, TO_HOST.replace(".cpu()", ".requires_grad_()")),
+    # Gradients
+    _edit(
+        "compute_leaves_gradients",
+        TRACELESS,
+        COMPUTED,
+        f"{COMPUTED}\n            for p in model.parameters():\n                p.grad = torch.ones_like(p)",
+    ),
+    _edit(
+        "gradients_add_up",
+        FRESH,
+        "        self._optimizer.zero_grad()\n        own",
+        "        own",
+    ),
+    # Clipping
+    _edit("never_clips", CLIPPED, CLIP_BY_NORM, "pass"),
+    _edit(
+        "clips_every_micro_batch",
+        CLIPPED,
+        BACKWARD,
+        f"{BACKWARD}\n                torch.nn.utils.clip_grad_norm_(model.parameters(), self.options.grad_clip)",
+    ),
+    _edit(
+        "clips_by_value",
+        CLIPPED,
+        CLIP_BY_NORM,
+        "torch.nn.utils.clip_grad_value_(model.parameters(), self.options.grad_clip)",
+    ),
+    _edit(
+        "clips_each_parameter",
+        CLIPPED,
+        CLIP_BY_NORM,
+        "[torch.nn.utils.clip_grad_norm_([p], self.options.grad_clip) for p in model.parameters()]",
+    ),
+    _edit(
+        "clips_to_the_square",
+        CLIPPED,
+        CLIP_BY_NORM,
+        CLIP_BY_NORM.replace("self.options.grad_clip", "self.options.grad_clip**2"),
+    ),
+    _edit(
+        "always_normalises",
+        CLIPPED,
+        CLIP_BY_NORM,
+        "[p.grad.mul_(self.options.grad_clip / norm) for p in model.parameters()]",
+    ),
+    _edit(
+        "norm_is_measured_and_not_clipped",
+        CLIPPED,
+        CLIP,
+        "norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])",
+    ),
+    # Steps
+    _edit("two_steps", STEP, OPTIMIZER_STEP, "self._optimizer.step(); self._optimizer.step()"),
+    _edit("rate_ten_times", STEP, RATE_METRIC, RATE_METRIC.replace("learning_rate", "learning_rate * 10")),
+    _edit("rate_of_one", STEP, RATE_METRIC, '"lr": Metric(1.0)'),
+    _edit("rate_halved", STEP, "lr=self.options.learning_rate,", "lr=self.options.learning_rate / 2,"),
+    _edit("rate_by_default", STEP, "lr=self.options.learning_rate, ", ""),
+    _edit("warm_up_reports_the_peak", STEP, OPTIMIZER_STEP, SCHEDULE.format(factor="min(1, self._n / 4)")),
+    _edit(
+        "later_schedule_is_not_saved",
+        SEVERAL,
+        STEP_TO_METRICS,
+        STEP_TO_METRICS.replace(OPTIMIZER_STEP, SCHEDULE.format(factor="(1 if self._n < 4 else 0.5)")).replace(
+            RATE_METRIC, '"lr": Metric(rate)'
+        ),
+    ),
+    # Refusals
+    _edit("only_the_loss_is_checked", FINITE, NOT_FINITE, "if not math.isfinite(total):"),
+    _edit("only_the_norm_is_checked", FINITE, NOT_FINITE, "if not math.isfinite(norm):"),
+    _edit("only_nan_is_refused", FINITE, NOT_FINITE, "if math.isnan(total) or math.isnan(norm):"),
+    _edit("nothing_is_refused", FINITE, NOT_FINITE, "if False:"),
+    _edit(
+        "refused_after_the_step",
+        FINITE,
+        NOT_FINITE,
+        f"self._optimizer.step()\n        {NOT_FINITE}",
+    ),
+    _edit(
+        "refused_gradients_stay",
+        FINITE,
+        "            self._optimizer.zero_grad()\n            raise",
+        "            raise",
+    ),
+    _edit("refusal_names_nothing", FINITE, "{', '.join(batch.sample_ids[:16])}", "the batch"),
+    _edit(
+        "computes_without_weights",
+        AWAY,
+        'model = self._ready("weights")\n        with',
+        "model = self._ready()\n        with",
+    ),
+    _edit(
+        "updates_without_the_optimizer",
+        AWAY,
+        'self._ready("weights", "gradients", "optimizer")',
+        'self._ready("weights", "gradients")',
+    ),
+    _edit(
+        "updates_without_weights",
+        AWAY,
+        'self._ready("weights", "gradients", "optimizer")',
+        'self._ready("gradients", "optimizer")',
+    ),
+    _edit(
+        "streams_without_weights",
+        AWAY,
+        'self._ready("weights").state_dict().items()',
+        "self._ready().state_dict().items()",
+    ),
+    _edit("says_not_what_is_away", AWAY, "{', '.join(sorted(away))} is offloaded", "something is offloaded"),
+    # Checkpoints
+    _edit("random_state_is_not_restored", RANDOM, READ_RANDOM, "pass"),
+    _edit("random_state_is_seeded", RANDOM, READ_RANDOM, "torch.manual_seed(0)"),
+    _edit(
+        "random_state_of_the_start",
+        RANDOM,
+        '"random": torch.get_rng_state()',
+        '"random": torch.Generator().get_state()',
+    ),
+    _edit(
+        "first_save_stays",
+        USED,
+        SAVE_START + "\n        optimizer",
+        "if (directory / CHECKPOINT_FILE).exists():\n            return file_facts(directory, [CHECKPOINT_FILE])\n"
+        f"        {SAVE_START}\n        optimizer",
+    ),
+    _edit(
+        "used_directory_is_refused",
+        USED,
+        SAVE_START + "\n        optimizer",
+        "directory.mkdir(parents=True)\n        optimizer",
+    ),
+    _edit(
+        "taken_as_far_as_it_fits",
+        OTHER,
+        READ_MODEL,
+        "own = model.state_dict(); model.load_state_dict({n: content['model'].get(n, t) if"
+        " content['model'].get(n, t).shape == t.shape else t for n, t in own.items()})",
+    ),
+    _edit(
+        "another_model_replaces_its_own",
+        OTHER,
+        READ_MODEL,
+        "self._model = BigramModel(len(content['model']['unigram.bias']));"
+        " self._model.load_state_dict(content['model'])",
+    ),
+    _edit(
+        "another_model_is_a_torch_error",
+        OTHER,
+        "(OSError, EOFError, RuntimeError, KeyError",
+        "(OSError, EOFError, KeyError",
+    ),
+    _edit(
+        "moments_are_not_read",
+        RESUMED,
+        'self._optimizer.load_state_dict(content["optimizer"])',
+        "pass",
+    ),
+    _edit("weights_are_not_read", RESUMED, READ_MODEL, "pass"),
+    # Weights
+    _edit(
+        "export_without_configuration",
+        EXPORT,
+        'save_model(self._ready("weights"), directory)',
+        'save_model(self._ready("weights"), directory); (directory / "config.json").unlink()',
+    ),
+    _edit(
+        "export_with_an_empty_configuration",
+        EXPORT,
+        'save_model(self._ready("weights"), directory)',
+        'save_model(self._ready("weights"), directory); (directory / "config.json").write_text("{}")',
+    ),
+    _edit("owned_by_rank_1", STREAM, "for size in shape), 0, tensor", "for size in shape), 1, tensor"),
+)
