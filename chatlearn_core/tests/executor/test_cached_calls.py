@@ -278,14 +278,24 @@ def test_what_nobody_computed_is_an_error_with_a_remedy(cache: OutputCache, mode
 def test_a_role_whose_calls_are_all_kept_is_done_without(model: Path, tmp_path: Path) -> None:
     roles = {"reference": role_of(model), "trainer": replace(role_of(model), name="trainer")}
     plan = RunPlan(None, roles, (), tmp_path, 0)  # type: ignore[arg-type]  # no plugin is asked
-    kept = kept_roles(plan, GRAPH, None)
+    kept = kept_roles(plan, GRAPH, None, snapshots={})
     assert set(kept) == {"reference"}
     graph = reading_graph(GRAPH, kept)
     assert ([node.kind for node in graph.nodes], set(graph.roles)) == (["cache", "trainer"], {"trainer"})
     called = traced(lambda pairs, m: m.join(pairs, m.reference.logprobs(pairs), m.trainer.logprobs(pairs)))
-    assert kept_roles(plan, GRAPH, called) == {}
-    away = replace(plan, roles=roles | {"reference": role_of(Path("organisation/model"))})
-    assert kept_roles(away, GRAPH) == {}
+    assert kept_roles(plan, GRAPH, called, snapshots={}) == {}
+
+
+def test_a_hub_id_is_kept_by_the_files_of_its_commit(cache: OutputCache, model: Path, tmp_path: Path) -> None:
+    away = role_of(Path("organisation/model"))
+    plan = RunPlan(None, {"reference": away}, (), tmp_path, 0)  # type: ignore[arg-type]  # no plugin is asked
+    assert kept_roles(plan, GRAPH, snapshots={"reference": None}) == {}
+    [kept] = kept_roles(plan, GRAPH, snapshots={"reference": str(model)}).values()
+    assert kept.model is not None
+    assert kept.model.path == str(model)  # loads these files, wherever the hub id points by then
+    assert model_identity(cache, kept) == model_identity(cache, role_of(model))
+    revised = replace(plan, roles={"reference": replace(away, engine={"revision": "other"})})
+    assert kept_roles(revised, GRAPH, snapshots={"reference": str(model)}) == {}
 
 
 def traced(function: Any, given: str | None = "preferences") -> Graph:

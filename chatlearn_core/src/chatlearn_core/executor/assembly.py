@@ -250,7 +250,8 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
                 for index in range(len(config.data.eval))
             ],
         )
-    cached_roles = kept_roles(plan, flow.graph, *flow.evaluations.values())
+    snapshots = {name: model.snapshot for name, model in models.items()}
+    cached_roles = kept_roles(plan, flow.graph, *flow.evaluations.values(), snapshots=snapshots)
     evaluations = tuple(
         EvaluationSet(
             name=name,

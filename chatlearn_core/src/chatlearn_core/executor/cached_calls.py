@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.exceptions import BackendError, ConfigError, FlowError
 from chatlearn_core.executor.flow_calls import output_request
-from chatlearn_core.executor.output_cache import OutputCache, entry_key, is_local, model_identity
+from chatlearn_core.executor.output_cache import OutputCache, entry_key, model_identity
 from chatlearn_core.executor.scheduler import FlowCall
 from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.flow import Graph, Node
@@ -52,14 +53,26 @@ def check_cached(config: RunConfig, graph: Graph, changing: Collection[str]) -> 
             )
 
 
-def kept_roles(plan: RunPlan, *graphs: Graph | None) -> dict[str, RolePlan]:
+def kept_roles(plan: RunPlan, *graphs: Graph | None, snapshots: Mapping[str, str | None]) -> dict[str, RolePlan]:
     """The roles whose calls are all kept, so that the run does without them. A role that is called in another way too,
-    or whose model is no local directory (what a hub id names may change), stays and is called every time.
+    or whose model's files are not on this machine, stays and is called every time.
+
+    Args:
+        snapshots: directory of each role's hub id (``ModelFacts.snapshot``). A kept role loads it in place of the hub
+            id, which may name another commit later. One whose engine arguments set a revision stays.
     """
     calls = [node for graph in graphs if graph is not None for node in graph.nodes]
     others = {node.role for node in calls if not node.arguments.get("cache")}
     names = {node.role for node in calls} - others
-    return {name: role for name, role in plan.roles.items() if name in names and is_local(role)}
+    kept: dict[str, RolePlan] = {}
+    for name, role in plan.roles.items():
+        if name in names and role.model is not None:
+            path = snapshots.get(name) if "revision" not in role.engine else None
+            if Path(role.model.path).is_dir():
+                kept[name] = role
+            elif path is not None:
+                kept[name] = replace(role, model=replace(role.model, path=path))
+    return kept
 
 
 def reading_graph(graph: Graph, kept: Collection[str]) -> Graph:

@@ -127,11 +127,6 @@ def _array(dtype: str, shape: str, data: bytes) -> npt.NDArray[Any]:
     return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(json.loads(shape)).copy()
 
 
-def is_local(role: RolePlan) -> bool:
-    """Whether the role's model is a directory, whose files say what it is."""
-    return role.model is not None and Path(role.model.path).is_dir()
-
-
 def model_identity(cache: OutputCache, role: RolePlan) -> bytes:
     """A checksum of what a frozen role computes with: weights and configuration of its model directory, its head,
     backend, and the options that are no matter of layout.

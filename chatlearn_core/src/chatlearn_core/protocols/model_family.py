@@ -18,6 +18,8 @@ class ModelFacts:
     max_length: int
     """Longest sequence, tokens."""
     vocab_size: int
+    snapshot: str | None = None
+    """Of a hub id: directory with the files of the commit it names now; None if weights are not on this machine."""
 
 
 class ModelFamily(Protocol):

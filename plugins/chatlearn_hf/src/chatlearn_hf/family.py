@@ -14,6 +14,7 @@ from chatlearn_core.protocols.prompt_renderer import ControlTokenPolicy
 from chatlearn_hf.model_directory import (
     check_model_directory,
     check_tokenizer_fits,
+    hub_snapshot,
     load_config,
     load_tokenizer,
     read_config_file,
@@ -90,6 +91,10 @@ class TransformersFamily:
             raise ModelError(
                 f"the configuration of {source.path} ({config.model_type}) has no vocab_size: is it a language model?"
             )
+        snapshot = hub_snapshot(source.path)
         return ModelFacts(
-            model_type=config.model_type, max_length=length or source.max_length or 0, vocab_size=vocab_size
+            model_type=config.model_type,
+            max_length=length or source.max_length or 0,
+            vocab_size=vocab_size,
+            snapshot=None if snapshot is None else str(snapshot),
         )

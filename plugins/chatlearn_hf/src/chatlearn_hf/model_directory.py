@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -327,6 +329,26 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: Any, model:
             f"the tokenizer {tokenizer.name_or_path!r} does not belong to the model {model!r}: its largest token id is"
             f" {largest}, but the model's vocabulary has {vocab_size} entries. Use the tokenizer saved with the model."
         )
+
+
+def hub_snapshot(path: str) -> Path | None:
+    """The directory of the hub's cache with the files of the commit that a hub id names now. None if weights, which
+    loading would download, are missing there, or if ``path`` is a directory.
+
+    Raises:
+        ModelError: the hub refuses the configuration, or there is no network and none in its cache.
+    """
+    if Path(path).expanduser().is_dir():
+        return None
+    try:
+        directory = Path(hf_hub_download(path, CONFIG_FILE)).parent
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise not_loadable("model", path, error) from error
+    try:
+        weight_files(directory)
+    except ModelError:
+        return None
+    return directory
 
 
 def _could_be_hub_id(path: str) -> bool:
