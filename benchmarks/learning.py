@@ -85,6 +85,10 @@ class Recipe:
 GROUPS = {"group_size": 8}
 CRITIC = (*ROLES, "critic")
 ON_PAIRS = Recipe(roles=("trainer", "reference"), pairs=True, steps=24, of_pairs=0.6, gain=0.0, learning_rate=1e-4)
+WITHOUT_REFERENCE = replace(
+    ON_PAIRS, roles=("trainer",), steps=96, batch=32, learning_rate=5e-5, schedule="linear", warmup_steps=10
+)
+"""Nothing but small updates holds the policy where it was, so these take more and smaller ones."""
 RECIPES: dict[str, Recipe] = {
     "grpo": Recipe(GROUPS),
     "dr_grpo": Recipe(GROUPS),
@@ -100,8 +104,8 @@ RECIPES: dict[str, Recipe] = {
     "decoupled_ppo": Recipe({"gae_lambda": 1.0, "critic_epochs": 2}, roles=CRITIC, batch=128),
     "dpo": ON_PAIRS,
     "ipo": ON_PAIRS,
-    "simpo": replace(ON_PAIRS, roles=("trainer",)),
-    "orpo": replace(ON_PAIRS, roles=("trainer",)),
+    "simpo": WITHOUT_REFERENCE,
+    "orpo": WITHOUT_REFERENCE,
     "kto": ON_PAIRS,
     "online_dpo": Recipe(GROUPS | {"pairing": "all"}, roles=(*ROLES, "reference")),
     "rejection_sampling": Recipe(GROUPS | {"keep": 2, "min_reward": 1.0}),
