@@ -17,7 +17,23 @@ from chatlearn_testing.fork_server import ForkServer
 
 LENGTHS = [17, 40, 1, 7, 38, 22, 9]
 RANKS_DEADLINE_S = 240.0
-FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "gpt2")
+FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "gpt2", "deepseek_v3", "moonlight")
+LATENT: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_hidden_layers": 4, "first_k_dense_replace": 1,
+    "n_routed_experts": 8, "num_experts_per_tok": 4, "n_shared_experts": 2, "moe_intermediate_size": 24,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-4, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+"""Sizes of a tiny model with latent attention, whose first layer has no experts."""
+LATENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT | {
+        "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.8, "beta_fast": 32, "beta_slow": 1,
+            "original_max_position_embeddings": 16, "rope_theta": 10000.0,
+        },
+    },
+    "moonlight": LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +82,19 @@ def _model(directory: Path, family: str) -> str:
             model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
             for name, parameter in model.named_parameters():
                 torch.nn.init.normal_(parameter, 1.0 if "ln_" in name and name.endswith("weight") else 0.0, 0.1)
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        return str(directory)
+    if family in LATENT_FAMILIES:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        tokenizer = build_tiny_tokenizer()
+        shape = AutoConfig.for_model("deepseek_v3", vocab_size=len(tokenizer), **LATENT_FAMILIES[family])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+            for name, tensor in model.state_dict().items():
+                torch.nn.init.normal_(tensor, 1.0 if "norm" in name else 0.0, 0.1)
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         return str(directory)

@@ -71,13 +71,33 @@ def test_layouts_that_do_not_divide_the_model(
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2}, "chooses 2 experts of 2 groups out of 4"),
+        ({"n_group": 1, "norm_topk_prob": False}, "norm_topk_prob is false"),
+        ({"n_group": 1, "attention_bias": True}, "no bias there"),
+    ],
+)
+def test_routing_that_megatron_core_computes_otherwise(fields: dict[str, object], message: str) -> None:
+    from transformers import AutoConfig
+
+    from chatlearn_megatron.families import family_of
+
+    config = AutoConfig.for_model("deepseek_v3", **fields)
+    with pytest.raises(ModelError, match=message):
+        family_of(config, "model").arguments(config)
+
+
+@pytest.mark.engine
 def test_an_unknown_architecture_names_those_that_are_known(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     from chatlearn_megatron.families import family_of
 
     with pytest.raises(
-        ModelError, match=r"type 'mamba'; .* gpt2, llama, mistral, qwen2, qwen3, qwen3_moe.*chatlearn_model_families"
+        ModelError,
+        match=r"type 'mamba'; .* deepseek_v3, gpt2, llama, mistral, qwen2, qwen3, qwen3_moe.*chatlearn_model_families",
     ):
         family_of(AutoConfig.for_model("mamba"), "a/model")
 

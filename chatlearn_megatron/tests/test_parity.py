@@ -36,6 +36,12 @@ LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "qwen2": [(2, {TP: 2, SP: True})],
     "llama": [(2, {PP: 2})],
     "gpt2": [(1, {}), (2, {TP: 2})],
+    "deepseek_v3": [
+        (1, {"gradient_checkpointing": True}),
+        (2, {TP: 2, SP: True}),
+        (4, {PP: 2, "virtual_pipeline": 2, EP: 2}),
+    ],
+    "moonlight": [(2, {CP: 2}), (4, {TP: 2, SP: True, EP: 2, "expert_tensor_parallel": 1, PP: 2})],
 }
 CASES = [(family, world, options) for family, layouts in LAYOUTS.items() for world, options in layouts]
 
@@ -99,6 +105,8 @@ def plain(path: str, head: str, batch: TrainBatch) -> tuple[dict[str, torch.Tens
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        for buffer in model.buffers():
+            buffer.zero_()  # an update does not move it
     gradients = {name: tensor.clone() for name, tensor in checkpoint_tensors(model, layout)}
     return {name: value.detach() for name, value in joined.items()}, float(total), gradients
 
@@ -156,7 +164,7 @@ def test_checkpoints_resume_in_other_layouts(
     run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
 ) -> None:
     """Two updates, a checkpoint and a third update give the same weights in every layout; bit for bit in the same."""
-    path, adam = model_of("qwen3_moe"), {"optimizer": "adamw", "learning_rate": 1e-3}
+    path, adam = model_of("deepseek_v3"), {"optimizer": "adamw", "learning_rate": 1e-3}
     layouts = {"one": (1, {}), "split": (2, {TP: 2, SP: True}), "stages": (2, {PP: 2, "virtual_pipeline": 2})}
     first = {
         name: {"model": path, "world": world, "options": adam | options, "updates": 2, "save": str(tmp_path / name)}
@@ -171,13 +179,15 @@ def test_checkpoints_resume_in_other_layouts(
         for name, (world, options) in layouts.items()
     }  # fmt: skip
     found = run_jobs(first | {"straight": straight} | resumed, batch, tmp_path / "jobs")
-    expected = found["straight"][0]["after"]
+    start, expected = found["straight"][0]["before"], found["straight"][0]["after"]
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found["one-one"][0]["after"].items())
     for saved in layouts:
         for name in layouts:
             for tensor_name, tensor in found[f"{saved}-{name}"][0]["after"].items():
-                # Adam divides by the root of tiny second moments, which magnifies rounding in the last bit.
-                torch.testing.assert_close(tensor, expected[tensor_name], rtol=0, atol=1e-4, msg=tensor_name)
+                # Adam divides by the root of tiny second moments, which magnifies rounding in the last bit of a few.
+                moved = float((expected[tensor_name] - start[tensor_name]).norm())
+                apart = float((tensor - expected[tensor_name]).norm())
+                assert apart <= 0.01 * moved, f"{saved} resumed as {name}: {tensor_name} is {apart:.1e} off {moved:.1e}"
 
 
 @pytest.mark.engine

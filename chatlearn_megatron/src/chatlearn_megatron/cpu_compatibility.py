@@ -34,6 +34,7 @@ _MODULES = (
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
     "megatron.core.transformer.moe.moe_layer",
+    "megatron.core.transformer.multi_latent_attention",
 )
 """Modules to import before the stand-in is put in place; they import the others."""
 _installed = False
@@ -63,6 +64,7 @@ def install() -> None:
         _replace_uneven_collectives()
         _replace_type_checks()
         _replace_step_counts()
+        _replace_missing_classes()
         _installed = True
 
 
@@ -258,6 +260,14 @@ def _replace_uneven_collectives() -> None:
         return own.contiguous()
 
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
+
+
+def _replace_missing_classes() -> None:
+    """Latent attention asks whether its layers are TransformerEngine's, also where that is not installed."""
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.TELinear = type("TELinear", (), {})
 
 
 def _replace_type_checks() -> None:

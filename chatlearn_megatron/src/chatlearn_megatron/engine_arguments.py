@@ -48,6 +48,21 @@ OWNED: Mapping[str, str] = {
     "moe_router_topk": _MODEL,
     "moe_ffn_hidden_size": _MODEL,
     "moe_layer_freq": _MODEL,
+    "multi_latent_attention": _MODEL,
+    "q_lora_rank": _MODEL,
+    "kv_lora_rank": _MODEL,
+    "qk_head_dim": _MODEL,
+    "qk_pos_emb_head_dim": _MODEL,
+    "v_head_dim": _MODEL,
+    "rope_type": _MODEL,
+    "mscale_all_dim": _MODEL,
+    "rotary_scaling_factor": _MODEL,
+    "moe_shared_expert_intermediate_size": _MODEL,
+    "moe_router_score_function": _MODEL,
+    "moe_router_num_groups": _MODEL,
+    "moe_router_group_topk": _MODEL,
+    "moe_router_topk_scaling_factor": _MODEL,
+    "moe_router_enable_expert_bias": _MODEL,
 }
 """Arguments that this backend sets itself, each with the setting to use instead."""
 

@@ -28,9 +28,9 @@ class MegatronFamily:
     arguments: Callable[[Any], dict[str, Any]]
     """Fields of ``TransformerConfig`` for a transformers configuration."""
     places: Callable[[Any], Mapping[str, Place]]
-    """Name of each parameter of Megatron-Core's ``GPTModel`` -> its place, for a transformers configuration.
-    ``{layer}`` and ``{expert}`` stand for indices in the whole model, in names of parameters and of checkpoint
-    tensors."""
+    """Name of each parameter of Megatron-Core's ``GPTModel``, and of each buffer that checkpoints hold -> its place,
+    for a transformers configuration. ``{layer}`` and ``{expert}`` stand for indices in the whole model, in these names
+    and those of checkpoint tensors."""
     rotary: bool = True
     """Whether positions are rotary; otherwise they are learned."""
 
@@ -139,6 +139,86 @@ def _qwen3_moe_places(config: Any) -> dict[str, Place]:
     }
 
 
+# DeepSeek-V3, Moonlight
+
+
+def _deepseek_v3_arguments(config: Any) -> dict[str, Any]:
+    groups, chosen = config.n_group or 1, config.topk_group or 1
+    # Megatron-Core judges a group by its best experts_per_token / chosen_groups experts, the architecture by two.
+    if groups > 1 and config.num_experts_per_tok // chosen != 2:
+        raise ModelError(
+            f"this {config.model_type} model chooses {config.num_experts_per_tok} experts of {chosen} groups out of"
+            f" {groups}; the trainer 'megatron' computes two experts of each chosen group, or no groups (n_group: 1)"
+        )
+    if config.num_experts_per_tok > 1 and not config.norm_topk_prob:
+        raise ModelError(
+            f"norm_topk_prob is false in this {config.model_type} model; the trainer 'megatron' normalises the weights"
+            " of the chosen experts"
+        )
+    if config.attention_bias:
+        raise ModelError(f"attention_bias of this {config.model_type} model: the trainer 'megatron' has no bias there")
+    rope = config.rope_parameters
+    scaled = rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim")
+    return {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_attention_heads,
+        "kv_channels": config.v_head_dim,
+        "ffn_hidden_size": config.intermediate_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.rms_norm_eps,
+        "activation_func": _activation(config.hidden_act),
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "qk_layernorm": True,
+        "multi_latent_attention": True,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        # Angles are those of transformers; these two scale the scores.
+        "rope_type": "rope",
+        "rotary_scaling_factor": rope["factor"] if scaled else 1.0,
+        "mscale_all_dim": rope["mscale_all_dim"] if scaled else 0.0,
+        "num_moe_experts": config.n_routed_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts,
+        "moe_layer_freq": [int(layer >= config.first_k_dense_replace) for layer in range(config.num_hidden_layers)],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": True,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,  # the bias is the checkpoint's
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": chosen if groups > 1 else None,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+    }
+
+
+def _deepseek_v3_places(config: Any) -> dict[str, Place]:
+    own, hf = "decoder.layers.{layer}.", "model.layers.{layer}."
+    attention, of_attention = own + "self_attention.", hf + "self_attn."
+    shared, of_shared = own + "mlp.shared_experts.", hf + "mlp.shared_experts."
+    return _qwen3_moe_places(config) | {
+        attention + "linear_q_proj.weight": _named("rows", of_attention + "q_proj.weight"),
+        attention + "linear_q_down_proj.weight": _named("rows", of_attention + "q_a_proj.weight"),
+        attention + "q_layernorm.weight": _named("whole", of_attention + "q_a_layernorm.weight"),
+        attention + "linear_q_up_proj.weight": _named("rows", of_attention + "q_b_proj.weight"),
+        attention + "linear_kv_down_proj.weight": _named("rows", of_attention + "kv_a_proj_with_mqa.weight"),
+        attention + "kv_layernorm.weight": _named("whole", of_attention + "kv_a_layernorm.weight"),
+        attention + "linear_kv_up_proj.weight": _named("rows", of_attention + "kv_b_proj.weight"),
+        own + "mlp.router.expert_bias": _named("whole", hf + "mlp.gate.e_score_correction_bias"),
+        shared + "linear_fc1.weight": _named("gated", of_shared + "gate_proj.weight", of_shared + "up_proj.weight"),
+        shared + "linear_fc2.weight": _named("columns", of_shared + "down_proj.weight"),
+    }
+
+
 # GPT-2
 
 
@@ -188,6 +268,7 @@ def _gpt2_places(config: Any) -> dict[str, Place]:
 FAMILIES: tuple[MegatronFamily, ...] = (
     MegatronFamily(("llama", "mistral", "qwen2", "qwen3"), _llama_arguments, _llama_places),
     MegatronFamily(("qwen3_moe",), _qwen3_moe_arguments, _qwen3_moe_places),
+    MegatronFamily(("deepseek_v3",), _deepseek_v3_arguments, _deepseek_v3_places),
     MegatronFamily(("gpt2",), _gpt2_arguments, _gpt2_places, rotary=False),
 )
 

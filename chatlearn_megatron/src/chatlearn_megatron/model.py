@@ -12,14 +12,15 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from chatlearn_core.exceptions import ConfigError, ModelError
+from chatlearn_core.exceptions import BackendError, ConfigError, ModelError
 from chatlearn_core.protocols import Head, ModelSource, RoleContext
 from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout
 from chatlearn_hf.meta_start import build_on_meta, local_directory
@@ -29,7 +30,15 @@ from chatlearn_hf.token_outputs import RequestedLogprobs
 from chatlearn_hf.varlen_attention import PackedLayout
 from chatlearn_losses import TokenLogprobs, token_logprobs_from_hidden
 from chatlearn_megatron import cpu_compatibility
-from chatlearn_megatron.attention import LayerNorm, PackedAttention, PackedRows, RMSNorm
+from chatlearn_megatron.attention import (
+    LatentNorm,
+    LayerNorm,
+    PackedAttention,
+    PackedLatentAttention,
+    PackedLatentCore,
+    PackedRows,
+    RMSNorm,
+)
 from chatlearn_megatron.engine_arguments import check_engine_arguments
 from chatlearn_megatron.families import MegatronFamily, family_of
 from chatlearn_megatron.options import MegatronOptions
@@ -103,7 +112,12 @@ class MegatronModel:
             shape = torch.empty(0, dtype=self.config.params_dtype, device=positions.device)
             with torch.no_grad():
                 rotary = self.rotary(shape, positions[None])
-        return PackedRows(layout=layout, rotary=rotary, windows=_windows(self.hf.config))
+        return PackedRows(
+            layout=layout,
+            rotary=rotary,
+            windows=_windows(self.hf.config),
+            interleaved=bool(getattr(self.hf.config.get_text_config(), "rope_interleave", False)),
+        )
 
     def hidden(self, chunk: nn.Module, token_ids: Tensor, rows: PackedRows) -> Tensor:
         """Run one chunk. Returns the last hidden states [R, H] on the last stage, otherwise what the next one takes."""
@@ -151,10 +165,13 @@ class MegatronModel:
             yield from chunk.parameters()
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the parts of checkpoint tensors that this rank holds, in the order of its layers."""
+        """Yield the parts of checkpoint tensors that this rank holds: each chunk's parameters, then its buffers."""
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters():
                 yield from self.pieces_of(chunk, name, parameter)
+            for name, buffer in chunk.named_buffers():
+                if _indices(chunk, name, self.ranks)[1] in self.places:
+                    yield from self.pieces_of(chunk, name, buffer)
 
     def pieces_of(self, chunk: PackedGPT, name: str, values: Tensor) -> list[Piece]:
         """Return the pieces of a parameter's values, or of others of its shape (gradients, moments).
@@ -199,15 +216,16 @@ def build_model(
     Raises:
         ModelError: the architecture is not supported, or its sizes cannot be split over the ranks.
         ConfigError: an engine argument is not a field of ``TransformerConfig``.
+        BackendError: the attention needs a package that is not installed.
     """
-    fields = {entry.name for entry in dataclasses.fields(TransformerConfig)}
-    check_engine_arguments(context.role, context.engine_arguments, fields)
     hf = build_on_meta(
         local_directory(source.path), source.head, attention="eager", trust_remote_code=source.trust_remote_code
     )
     text = hf.config.get_text_config()
     family = family_of(text, source.path)
     arguments = family.arguments(text)
+    fields = {entry.name for entry in dataclasses.fields(_config_class(arguments))}
+    check_engine_arguments(context.role, context.engine_arguments, fields)
     check_sizes(arguments, int(text.vocab_size), options, source.path)
     device = torch.device(context.device)
     config = _transformer_config(arguments, options, context)
@@ -280,6 +298,12 @@ def check_sizes(arguments: Mapping[str, Any], vocab_size: int, options: Megatron
         divides(f"query heads of each of {tp} tensor parallel ranks", query // tp, "context_parallel", cp)
     divides("layers", layers, "pipeline_parallel x virtual_pipeline", stages)
     widths = {"MLP width": arguments["ffn_hidden_size"]}
+    if arguments.get("multi_latent_attention"):
+        widths["latent of keys and values"] = arguments["kv_lora_rank"] + arguments["qk_pos_emb_head_dim"]
+        if arguments["q_lora_rank"] is not None:
+            widths["latent of queries"] = arguments["q_lora_rank"]
+    if arguments.get("moe_shared_expert_intermediate_size"):
+        widths["width of the shared experts"] = arguments["moe_shared_expert_intermediate_size"]
     for what, width in widths.items():
         divides(what, int(width), "tensor_parallel", tp)
     if -(-vocab_size // tp) * (tp - 1) >= vocab_size:
@@ -333,11 +357,18 @@ def _transformer_config(
         "apply_rope_fusion": False,
     }
     try:
-        return TransformerConfig(**(given | recompute | dict(arguments) | dict(context.engine_arguments)))
+        return _config_class(arguments)(**(given | recompute | dict(arguments) | dict(context.engine_arguments)))
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(
             f"roles.{context.role}: Megatron-Core refuses the configuration: {error or type(error).__name__}"
         ) from error
+
+
+def _config_class(arguments: Mapping[str, Any]) -> type[TransformerConfig]:
+    kind: type[TransformerConfig] = TransformerConfig
+    if arguments.get("multi_latent_attention"):
+        kind = MLATransformerConfig
+    return kind
 
 
 def _layer_spec(config: TransformerConfig, virtual: int | None) -> TransformerBlockSubmodules:
@@ -349,6 +380,16 @@ def _layer_spec(config: TransformerConfig, virtual: int | None) -> TransformerBl
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = norm
         attention = parts.self_attention.submodules
+        if config.multi_latent_attention:
+            if not isinstance(multi_latent_attention.TELinear, type):
+                raise BackendError(
+                    "latent attention of megatron-core needs TransformerEngine on a GPU; run: pip install"
+                    " transformer-engine[pytorch], or use backend: fsdp"
+                )
+            parts.self_attention.module = PackedLatentAttention
+            attention.core_attention = PackedLatentCore
+            attention.q_layernorm = attention.kv_layernorm = LatentNorm
+            continue
         attention.core_attention = PackedAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = norm

@@ -110,12 +110,12 @@ def stream_boxes(model: MegatronModel, holders: Holders) -> Iterator[WeightShard
     """Yield the parts that this rank is the first to hold, without communication; those of all ranks cover every tensor
     once.
     """
-    rank, shapes = model.ranks.rank, model.shapes
+    rank, shapes, dtype = model.ranks.rank, model.shapes, model.config.params_dtype
     seen: set[tuple[str, Box]] = set()
     for piece in model.pieces():
         if holders.streams(rank, piece) and (piece.name, piece.box) not in seen:
             seen.add((piece.name, piece.box))
-            yield WeightShard(piece.name, shapes[piece.name], piece.box, rank, piece.tensor())
+            yield WeightShard(piece.name, shapes[piece.name], piece.box, rank, piece.tensor().to(dtype))
 
 
 def stream_full(model: MegatronModel, holders: Holders) -> Iterator[WeightShard]:
@@ -131,11 +131,11 @@ def stream_full(model: MegatronModel, holders: Holders) -> Iterator[WeightShard]
     for name, shape in model.shapes.items():
         boxes = holders.of_tensor[name]
         if ranks.size == 1 and len(boxes) == 1:
-            whole = held[name, boxes[0][1]].tensor()
+            whole = held[name, boxes[0][1]].tensor().to(dtype)
         else:
             whole = torch.empty(shape, dtype=dtype, device=device)
             for holder, box in boxes:
-                part = held[name, box].tensor() if ranks.rank == holder else None
+                part = held[name, box].tensor().to(dtype) if ranks.rank == holder else None
                 if ranks.size > 1:
                     part = (
                         part.contiguous() if part is not None else torch.empty(extent(box), dtype=dtype, device=device)
