@@ -7,6 +7,7 @@ that many ranks, and leaves its answer in ``<job>.rank<r>.pt``.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,19 @@ class Allocations(TorchDispatchMode):
         return made
 
 
+class Communication(TorchDispatchMode):
+    """Counts the collectives of FSDP by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls[func._schema.name.removeprefix("c10d::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def _memory(values: Any) -> dict[int, int]:
     """The blocks of memory under all plain and sharded tensors of these values: where they are, and their bytes."""
     tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tree_leaves(values)]
@@ -144,19 +158,17 @@ def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
     if isinstance(loss, HeadLoss):
         answer["computed"] = trainer.compute(mine, asked(loss))
     try:
-        for _ in range(job["updates"]):
-            metrics = trainer.update(mine, loss)
+        for number in range(job["updates"]):
+            with Communication() as communication:
+                metrics = trainer.update(mine, loss)
+            answer["communication"] = communication.calls
             answer["metrics"] = {name: metric.total for name, metric in metrics.items()}
+            if number == 0 or number == job["updates"] - 1:
+                answer["gradients"] = _gradients(trainer)
+            if number == 0:
+                answer["first"] = {"metrics": answer["metrics"], "gradients": answer["gradients"]}
     except BackendError as error:
         answer["error"] = str(error)
-    else:
-        assert trainer._optimizer is not None
-        assert trainer._model is not None
-        moments = optimizer_tensors(trainer._optimizer, trainer._model.model)
-        # AdamW starts from 0: after one step this is the gradient before clipping.
-        answer["gradients"] = {
-            name: whole(entry["exp_avg"]).cpu() / (1 - trainer.options.adam_beta1) for name, entry in moments.items()
-        }
     if job["save"]:
         trainer.save(Path(job["save"]))
     if job["export"]:
@@ -186,6 +198,15 @@ def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
         answer["again"] = _full(trainer)
     trainer.close()
     return answer
+
+
+def _gradients(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
+    """Gradients before clipping after one step, because AdamW starts from 0; a moving average after several."""
+    assert trainer._optimizer is not None
+    assert trainer._model is not None
+    moments = optimizer_tensors(trainer._optimizer, trainer._model.model)
+    factor = 1 - trainer.options.adam_beta1
+    return {name: whole(entry["exp_avg"]).cpu() / factor for name, entry in moments.items()}
 
 
 def _full(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:

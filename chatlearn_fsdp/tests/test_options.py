@@ -46,6 +46,15 @@ def test_the_record_names_options_that_exist() -> None:
     assert set(record.parallel.values()) <= set(record.layout_options)
 
 
+def test_a_stage_that_shards_nothing_refuses_what_needs_shards() -> None:
+    with pytest.raises(ValidationError, match="zero_stage 0 shards nothing, but dp_shard is 2"):
+        FSDPOptions(zero_stage=0, dp_shard=2)
+    with pytest.raises(ValidationError, match="cpu_offload keeps weights in host memory, but zero_stage 2"):
+        FSDPOptions(zero_stage=2, cpu_offload=True)
+    with pytest.raises(ValidationError, match="dp_replicate 2 x dp_shard null x ulysses 1 is 2, but the role has rank"):
+        FSDPOptions.model_validate({"zero_stage": 0, "dp_replicate": 2}, context={"ranks": 4})
+
+
 @pytest.mark.parametrize("options", [{"dp_shard": 3}, {"ulysses": 3}, {"dp_replicate": 8}])
 def test_sizes_that_do_not_divide_the_ranks_are_refused_where_the_ranks_are_known(options: dict[str, int]) -> None:
     FSDPOptions.model_validate(options)

@@ -54,6 +54,19 @@ FAMILIES = {
     "gpt2": ["dp2"],
 }
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
+# The budget cuts the first slice into several micro-batches, the second into fewer.
+ZERO = {
+    f"zero{stage}_{layout}": (LAYOUTS[layout][0], LAYOUTS[layout][1] | {"zero_stage": stage})
+    for stage, layout in (
+        (3, "dp2"),
+        (2, "dp2"),
+        (1, "dp2"),
+        (0, "dp2"),
+        (1, "hsdp2x2"),
+        (2, "ulysses2"),
+        (0, "ulysses2"),
+    )
+}
 
 
 def layouts_and_variants():
@@ -95,6 +108,13 @@ def answers(request, run_jobs, seven_sequences, tmp_path_factory):
     jobs["tied-one"] = {"model": tied, "slices": EVERYTHING}
     jobs["tied-dp2"] = {"model": tied, "slices": LAYOUTS["dp2"][0]}
     jobs["bfloat16-dp2"] = {"model": tied, "slices": LAYOUTS["dp2"][0], "options": {"param_dtype": "bfloat16"}}
+    five = {"model": dense, "updates": 5, "weights": True}
+    jobs["five-one"] = five | {"slices": EVERYTHING}
+    for layout, (slices, sizes) in ZERO.items():
+        options = sizes | {"max_tokens_per_micro_batch": 64}
+        jobs[layout] = five | {"slices": slices, "options": options}
+    options = {"param_dtype": "bfloat16", "zero_stage": 1, "max_tokens_per_micro_batch": 64}
+    jobs["bfloat16-zero1"] = {"model": tied, "slices": LAYOUTS["dp2"][0], "options": options}
     # Where B is 0 the gradient of A is 0 too: look at the second update.
     jobs["lora-one"] = {"model": tied, "slices": EVERYTHING, "options": LORA, "updates": 2}
     for layout in ("dp2", "hsdp2x2", "ulysses2"):
@@ -140,6 +160,36 @@ def test_any_layout_equals_one_rank(answers, seven_sequences, layout, variant) -
     ranks = answers[f"{layout}-{variant}"]
     assert_same_update(ranks, answers["one"][0])
     assert_same_outputs(ranks, answers["one"][0], slices, seven_sequences, sharing=sizes.get("ulysses", 1))
+
+
+@pytest.mark.parametrize("layout", ZERO)
+def test_any_zero_stage_equals_one_rank(answers, seven_sequences, layout) -> None:
+    slices, sizes = ZERO[layout]
+    ranks, reference = answers[layout], answers["five-one"][0]
+    assert_same_update([rank["first"] for rank in ranks], reference["first"])
+    assert_same_outputs(ranks, reference, slices, seven_sequences, sharing=sizes.get("ulysses", 1))
+    assert ranks[0]["metrics"]["grad_norm"] == pytest.approx(reference["metrics"]["grad_norm"], rel=1e-3), "the fifth"
+    for name, weight in reference["full"].items():
+        assert (ranks[0]["full"][name] - weight).norm() <= 1e-4 * weight.norm(), name
+    assert_boxes_cover(ranks)
+
+
+def test_each_zero_stage_communicates_as_it_says(answers) -> None:
+    """Three units (two layers and the rest) and two micro-batches. Stage 3 gathers layers for forward and for backward;
+    stage 2 gathers everything once, stage 1 reduces once, too. All reduce two numbers: micro-batches and norm.
+    """
+    for stage, gathered, scattered, reduced in ((3, 10, 6, 2), (2, 3, 6, 2), (1, 3, 3, 2), (0, 0, 0, 5)):
+        done = answers[f"zero{stage}_dp2"][0]["communication"]
+        found = (done["_allgather_base_"], done["_reduce_scatter_base_"], done["allreduce_"])
+        assert found == (gathered, scattered, reduced), (stage, done)
+
+
+def test_between_steps_every_sharding_stage_holds_shards_only(answers) -> None:
+    whole = sum(tensor.nbytes for tensor in answers["five-one"][0]["full"].values())
+    for stage, limit in ((3, 0.6), (2, 0.6), (1, 0.6), (0, 1.1)):
+        for rank in answers[f"zero{stage}_dp2"]:
+            assert limit / 2 * whole < rank["live_bytes"] < limit * whole
+            assert rank["offloaded_bytes"] == 0
 
 
 def test_shared_prompts_of_split_groups(run_jobs, grouped_sequences, tmp_path) -> None:
@@ -197,8 +247,9 @@ def test_tied_weights_stay_one(answers) -> None:
     assert_same_update(answers["tied-dp2"], answers["tied-one"][0])
 
 
-def test_bfloat16_is_close_and_reduced_in_float32(answers) -> None:
-    ours, exact = answers["bfloat16-dp2"][0]["gradients"], answers["tied-one"][0]["gradients"]
+@pytest.mark.parametrize("job", ["bfloat16-dp2", "bfloat16-zero1"])
+def test_bfloat16_is_close_and_reduced_in_float32(answers, job) -> None:
+    ours, exact = answers[job][0]["gradients"], answers["tied-one"][0]["gradients"]
     for name, gradient in exact.items():
         assert ours[name].dtype == torch.float32
         assert 0 < (ours[name] - gradient).norm() < 0.1 * gradient.norm(), name

@@ -188,6 +188,8 @@ def test_a_model_without_views_of_its_checkpoint_is_loaded_whole_with_a_warning(
         ({}, 8, (1, 8, 1)),
         ({"dp_replicate": 2, "ulysses": 2}, 8, (2, 2, 2)),
         ({"dp_replicate": 4, "dp_shard": 1}, 4, (4, 1, 1)),
+        ({"zero_stage": 0, "ulysses": 2}, 8, (4, 1, 2)),
+        ({"zero_stage": 1, "dp_replicate": 2}, 8, (2, 4, 1)),
     ],
 )
 def test_sizes_are_filled_in(options, world_size, sizes) -> None:

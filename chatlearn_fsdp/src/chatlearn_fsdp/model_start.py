@@ -111,6 +111,7 @@ def start_model(
         ranks.mesh,
         compute_dtype=compute if compute != master else None,
         cpu_offload=options.cpu_offload,
+        gathers_once=options.gathers_once,
         also_forward=("alone",),
     )
     if by_slices:

@@ -21,11 +21,26 @@ class FSDPOptions(PackedTrainerOptions):
         1, ge=1, description="Copies of the sharded model (HSDP): ranks = dp_replicate x dp_shard x ulysses."
     )
     dp_shard: int | None = Field(None, ge=1, description="Batch slices per copy; null takes all remaining ranks.")
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        3,
+        description="What ranks shard during a step: 3 weights, gradients and optimizer state; 2 gathers weights once a"
+        " step; 1 also reduces gradients once a step; 0 shards nothing (DDP).",
+    )
 
     @property
     def weights_on_device(self) -> bool:
         """Whether what it streams is on the role's device, and not in host memory."""
         return not self.cpu_offload
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether weights stay gathered from their first use in a step to their last."""
+        return self.zero_stage < 3
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether each rank adds up whole gradients of a step's micro-batches before ranks reduce them."""
+        return self.zero_stage < 2
 
     @model_validator(mode="after")
     def _ranks_are_divided(self, info: ValidationInfo) -> FSDPOptions:
@@ -40,14 +55,31 @@ class FSDPOptions(PackedTrainerOptions):
         Raises:
             ValueError: their product is not the number of ranks.
         """
-        fixed = self.dp_replicate * self.ulysses
-        shard = self.dp_shard if self.dp_shard is not None else max(1, ranks // fixed)
+        replicate = self.dp_replicate
+        if self.zero_stage == 0 and replicate == 1:
+            replicate = max(1, ranks // self.ulysses)
+        fixed = replicate * self.ulysses
+        shard = 1 if self.zero_stage == 0 else self.dp_shard if self.dp_shard is not None else max(1, ranks // fixed)
         if fixed * shard != ranks:
             raise ValueError(
-                f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard or 'null'} x ulysses {self.ulysses} is"
+                f"dp_replicate {replicate} x dp_shard {self.dp_shard or 'null'} x ulysses {self.ulysses} is"
                 f" {fixed * shard}, but the role has ranks: {ranks}; the product must be the number of ranks"
             )
-        return self.dp_replicate, shard, self.ulysses
+        return replicate, shard, self.ulysses
+
+    @model_validator(mode="after")
+    def _stage_shards_what_is_asked(self) -> FSDPOptions:
+        if self.zero_stage == 0 and self.dp_shard not in (None, 1):
+            raise ValueError(
+                f"zero_stage 0 shards nothing, but dp_shard is {self.dp_shard}; set zero_stage to 1, 2 or 3, or leave"
+                " dp_shard out"
+            )
+        if self.cpu_offload and self.zero_stage < 3:
+            raise ValueError(
+                f"cpu_offload keeps weights in host memory, but zero_stage {self.zero_stage} keeps whole weights on the"
+                " device during a step; set zero_stage: 3, or cpu_offload: false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _dtypes_agree(self) -> FSDPOptions:

@@ -41,6 +41,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
             layout_options=(
                 "dp_replicate",
                 "dp_shard",
+                "zero_stage",
                 "ulysses",
                 "cpu_offload",
                 "gradient_checkpointing",

@@ -88,13 +88,15 @@ def join_ranks(options: FSDPOptions, context: RoleContext) -> RankGroup:
     sizes = mesh_sizes(options, context)
     backend = "cpu:gloo,cuda:nccl" if torch.device(context.device).type == "cuda" else "gloo"
     with group_interfaces(context.rendezvous):
-        return _make_meshes(context, sizes, join_role_group(context, backend))
+        return _make_meshes(context, sizes, join_role_group(context, backend), is_sharded=options.zero_stage > 0)
 
 
-def _make_meshes(context: RoleContext, sizes: tuple[int, int, int], group: RoleGroup) -> RankGroup:
+def _make_meshes(context: RoleContext, sizes: tuple[int, int, int], group: RoleGroup, *, is_sharded: bool) -> RankGroup:
     replicate, shard, ulysses = sizes
     device = torch.device(context.device)
-    if replicate > 1:
+    if not is_sharded:  # Ulysses ranks hold copies, too
+        mesh = init_device_mesh(device.type, (context.world_size, 1), mesh_dim_names=("replicate", "shard"))
+    elif replicate > 1:
         mesh = init_device_mesh(device.type, (replicate, shard * ulysses), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh(device.type, (shard * ulysses,), mesh_dim_names=("shard",))
@@ -112,6 +114,7 @@ def shard_model(
     *,
     compute_dtype: torch.dtype | None,
     cpu_offload: bool,
+    gathers_once: bool = False,
     also_forward: Sequence[str] = (),
 ) -> None:
     """Shard ``root`` in place, each layer as a separate unit, with gradients *summed* over ranks.
@@ -122,6 +125,7 @@ def shard_model(
         mesh: (shard,), or (replicate, shard).
         compute_dtype: gather and compute in this dtype, reduce gradients in float32; None uses the parameters' dtype.
         cpu_offload: keep the shards in host memory.
+        gathers_once: leave layers gathered after a forward pass, see ``prepare_backward``.
         also_forward: methods of ``root`` other than ``forward`` that compute with whole parameters.
     """
     precision = (
@@ -131,7 +135,9 @@ def shard_model(
     )
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     for module in [*layers, root]:
-        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        # None: FSDP reshards layers after forward, but not the root.
+        reshard = False if gathers_once else None
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
         assert isinstance(module, FSDPModule)
         # FSDP averages by default, but every loss here is a part of a global sum. gloo has no pre-multiplied sum, so
         # the collective itself must be a plain one.
@@ -141,14 +147,29 @@ def shard_model(
         register_fsdp_forward_method(root, method)
 
 
+def prepare_backward(root: nn.Module, *, gathers_once: bool, reduces_once: bool, is_last: bool) -> None:
+    """Tell FSDP what follows the next backward pass.
+
+    Args:
+        root: a module that ``shard_model`` sharded; others are left alone.
+        gathers_once: weights stay gathered until the last micro-batch of a step (ZeRO-2).
+        reduces_once: so do gradients, which each rank adds up whole until then, in the dtype of the reduction (ZeRO-1).
+        is_last: whether the optimizer step follows.
+    """
+    if isinstance(root, FSDPModule):
+        root.set_reshard_after_backward(is_last or not gathers_once)
+        root.set_requires_gradient_sync(is_last or not reduces_once)
+
+
 def free_gathered(root: nn.Module) -> None:
     """Free the whole parameters that a forward without backward left gathered, and restore the shards.
 
-    FSDP keeps the root's own parameters (embeddings, head) gathered for a backward pass. Until then
-    ``root.parameters()`` are the gathered ones, and the shards cannot be moved or streamed.
+    FSDP keeps the root's own parameters (embeddings, head) gathered for a backward pass, and with ``gathers_once`` all
+    others too. Until then ``root.parameters()`` are the gathered ones, and the shards cannot be moved or streamed.
     """
-    if isinstance(root, FSDPModule):
-        root.reshard()
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from chatlearn_fsdp import checkpoint
 from chatlearn_fsdp.engine_arguments import check_engine_arguments
 from chatlearn_fsdp.model_start import draw_new_adapters, lora_settings, read_model, start_model
 from chatlearn_fsdp.options import FSDPOptions
-from chatlearn_fsdp.sharding import RankGroup, free_gathered, join_ranks, mesh_sizes, whole
+from chatlearn_fsdp.sharding import RankGroup, free_gathered, join_ranks, mesh_sizes, prepare_backward, whole
 from chatlearn_fsdp.weight_loader import LoadingHooks, ShardedWeightLoader
 from chatlearn_fsdp.weight_stream import export_model, stream_adapter, stream_boxes, stream_full
 from chatlearn_hf.checkpoint_names import CheckpointLayout, takes_tensors
@@ -255,6 +255,8 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
         start_training(model, noise=self.options.dropout)
 
     def _backward(self, model: PackedModel, total: Tensor, *, is_last: bool) -> None:
+        options = self.options
+        prepare_backward(model, gathers_once=options.gathers_once, reduces_once=options.reduces_once, is_last=is_last)
         total.backward()  # type: ignore[no-untyped-call]  # torch
 
     def _step(self, model: PackedModel, rate: float, norm: Tensor) -> None:
