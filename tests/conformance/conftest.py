@@ -10,6 +10,7 @@ NAMES = (
     "source_mutants",
     "algorithm_mutants",
     "conformance_mutants",
+    "generator_mutants",
     "reward_mutants",
     "trainer_mutants",
     "weight_sync_mutants",

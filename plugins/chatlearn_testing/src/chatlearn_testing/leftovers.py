@@ -97,7 +97,9 @@ _NO_LEFTOVERS = ("/__pycache__/", "/.pytest_cache/", "/dev/null", "/proc/")
 
 @contextmanager
 def written_files() -> Iterator[set[str]]:
-    """Collect the paths of files that this process opens for writing inside the block, compiled modules aside."""
+    """Collect the paths of files that this process opens for writing inside the block, compiled modules aside, and of
+    the temporary directories that it makes.
+    """
     global _hooked
     if not _hooked:
         sys.addaudithook(_collect)
@@ -111,9 +113,9 @@ def written_files() -> Iterator[set[str]]:
 
 
 def _collect(event: str, arguments: tuple[Any, ...]) -> None:
-    if event != "open" or not _watching:
+    if event not in ("open", "tempfile.mkdtemp") or not _watching:
         return
-    path, _, flags = arguments
+    path, _, flags = arguments if event == "open" else (*arguments, "", os.O_WRONLY)
     if isinstance(path, str) and flags & (os.O_WRONLY | os.O_RDWR) and not any(part in path for part in _NO_LEFTOVERS):
         for found in _watching:
             found.add(str(Path(path).absolute()))

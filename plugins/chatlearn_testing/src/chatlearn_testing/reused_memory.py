@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from torch import Tensor
 from chatlearn_core.protocols import WeightLoader
 from chatlearn_core.types import WeightManifest, WeightShard
 
+T = TypeVar("T")
 BUCKET_TENSORS = 3
-"""Number of tensors per call; fewer than any model has, so that one sync makes several calls."""
+"""Most tensors per call. Calls take at most half of what is to be loaded, so that one sync makes several."""
 
 
 class ReusedMemoryLoader:
@@ -35,8 +37,8 @@ class ReusedMemoryLoader:
     async def load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load through channel ``tensors``, one bucket per call."""
         given = list(tensors)
-        for start in range(0, len(given), BUCKET_TENSORS):
-            bucket = [(name, tensor.clone()) for name, tensor in given[start : start + BUCKET_TENSORS]]
+        for part in _buckets(given):
+            bucket = [(name, tensor.clone()) for name, tensor in part]
             await self._loader.load_tensors(iter(bucket))
             for _, tensor in bucket:
                 overwrite(tensor)
@@ -44,8 +46,8 @@ class ReusedMemoryLoader:
     async def load_boxes(self, shards: Iterable[WeightShard]) -> None:
         """Load through channel ``boxes``, one bucket per call."""
         given = list(shards)
-        for start in range(0, len(given), BUCKET_TENSORS):
-            bucket = [_copied(shard) for shard in given[start : start + BUCKET_TENSORS]]
+        for part in _buckets(given):
+            bucket = [_copied(shard) for shard in part]
             await self._loader.load_boxes(iter(bucket))
             for shard in bucket:
                 overwrite(shard.tensor)
@@ -63,6 +65,12 @@ def overwrite(tensor: Tensor) -> None:
     """Fill a tensor with NaN, or with 1 if it holds integers."""
     with torch.no_grad():
         tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
+
+
+def _buckets(given: Sequence[T]) -> Iterator[Sequence[T]]:
+    size = max(1, min(BUCKET_TENSORS, len(given) // 2))
+    for start in range(0, len(given), size):
+        yield given[start : start + size]
 
 
 def _copied(shard: WeightShard) -> WeightShard:

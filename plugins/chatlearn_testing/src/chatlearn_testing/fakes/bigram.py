@@ -56,7 +56,7 @@ def write_bigram_model(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors as a model directory."""
     directory.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.detach().clone() for name, tensor in tensors.items()}, directory / WEIGHTS_FILE)
-    config = {"model_type": "bigram", "vocab_size": tensors[UNIGRAM].shape[0]}
+    config = {"model_type": "bigram", "vocab_size": tensors[UNIGRAM].shape[0], "eos_token_id": END_OF_SEQUENCE}
     (directory / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
 
 

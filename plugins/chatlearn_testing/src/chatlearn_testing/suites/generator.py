@@ -20,6 +20,7 @@ from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.fakes.sampling import basis_logprobs
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.generator_fixtures import (
+    FEW_TOKENS,
     MODEL_LENGTH,
     NUM_TOKENS,
     PROMPTS,
@@ -32,17 +33,30 @@ from chatlearn_testing.suites.generator_fixtures import (
     plain_logits,
 )
 from chatlearn_testing.suites.generator_interruption import InterruptionContract
+from chatlearn_testing.suites.generator_lifecycle import LifecycleContract
+from chatlearn_testing.suites.generator_resumption import ResumptionContract
+from chatlearn_testing.suites.generator_sampling import SamplingContract
+from chatlearn_testing.suites.generator_stopping import StoppingContract
+from chatlearn_testing.suites.generator_versions import VersionsContract
 from chatlearn_testing.suites.generator_weights import GeneratorWeightsContract
 
 PROCESSED: dict[str, Any] = {"temperature": 0.7, "top_k": 11, "top_p": 0.85}
 NUM_DRAWS = 400
-FEW_TOKENS = 26
-"""Token ids below this are in the vocabulary of every model that the suite runs with."""
 SIGMAS = 5.0
 """Accepted deviation of a sample mean, standard errors: a correct sampler exceeds it once in two million seeds."""
 
 
-class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, GeneratorFixtures, ConformanceSuite):
+class GeneratorConformance(
+    SamplingContract,
+    StoppingContract,
+    GeneratorWeightsContract,
+    VersionsContract,
+    InterruptionContract,
+    ResumptionContract,
+    LifecycleContract,
+    GeneratorFixtures,
+    ConformanceSuite,
+):
     """Contract tests that every generator must pass.
 
     A subclass sets ``backend``, a fixture ``model_directory`` and ``load_reference``.
@@ -218,7 +232,11 @@ class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, Gener
             assert completion.finish_reason == "length"
             assert_completion(reference, request, completion)
 
-    @pytest.mark.parametrize("prompt", [(), (1,) * (MODEL_LENGTH + 1)], ids=["empty", "too long"])
+    @pytest.mark.parametrize(
+        "prompt",
+        [(), (1,) * (MODEL_LENGTH + 1), (5, -1), (5, 10**9)],
+        ids=["empty", "too long", "negative", "outside the vocabulary"],
+    )
     def test_errors_name_the_request(self, replica: Replica, prompt: tuple[int, ...]) -> None:
         """An invalid prompt raises a ``BackendError`` with the request's id, and later requests succeed."""
         with pytest.raises(BackendError) as caught:

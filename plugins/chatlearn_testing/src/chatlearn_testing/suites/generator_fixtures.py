@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -23,9 +24,9 @@ from chatlearn_core.types import (
     WeightManifest,
 )
 from chatlearn_testing.fakes.sampling import basis_logprobs
-from chatlearn_testing.model_directory import manifest_of
+from chatlearn_testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
 from chatlearn_testing.reused_memory import ReusedMemoryLoader
-from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite, ReferenceLoader
 from chatlearn_testing.suites.model_suite import ModelSuite
 
 T = TypeVar("T")
@@ -35,7 +36,32 @@ NUM_TOKENS = 12
 LONG = 96
 """Length of completions that tests interrupt, tokens."""
 MODEL_LENGTH = 128
+FEW_TOKENS = 26
+"""Token ids below this are in the vocabulary of every model that the suite runs with."""
 PROMPTS = ((5, 9, 3), (17, 2, 30, 11, 8), (4,), (21, 21, 6, 13, 19, 7, 25))
+TURNS = 50
+"""Turns of the event loop that tests wait; a generator that ignores ``pause`` samples within them."""
+TURN_S = 0.001
+"""Length of a turn, seconds."""
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What a byte-level tokenizer makes of a part of a character."""
+
+
+@dataclass(slots=True, frozen=True)
+class SpanningStop:
+    """A stop string that begins in one token of a greedy completion and ends in the next."""
+
+    prompt: tuple[int, ...]
+    text: str
+    whole: Completion
+    """Without the stop string."""
+    shorter: Completion
+    """The first ``count - 1`` tokens."""
+
+    @property
+    def count(self) -> int:
+        """Number of tokens up to the end of the stop string."""
+        return len(self.shorter.token_ids) + 1
 
 
 class Replica:
@@ -86,11 +112,17 @@ class GeneratorFixtures(ModelSuite, ConformanceSuite):
     """Engine-native arguments, as in ``roles.generator.engine`` of a configuration."""
 
     @classmethod
-    def start_replica(cls, directory: Path) -> Replica:
-        """Build a replica of a model directory and set it up."""
+    def build_generator(cls, directory: Path) -> Generator:
+        """Build a generator of a model directory without setting it up."""
         source = ModelSource(str(directory), str(directory), max_length=MODEL_LENGTH)
         context = RoleContext("generator", source, device=cls.device, engine_arguments=dict(cls.engine_arguments))
         generator: Generator = cls.build()(cls.make_options(dtype="float32"), context)
+        return generator
+
+    @classmethod
+    def start_replica(cls, directory: Path) -> Replica:
+        """Build a replica of a model directory and set it up."""
+        generator = cls.build_generator(directory)
         generator.setup()
         return Replica(generator, cls.patience_s)
 
@@ -109,6 +141,27 @@ class GeneratorFixtures(ModelSuite, ConformanceSuite):
         replica = cls.start_replica(model_directory)
         yield replica
         replica.close()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def tensors(cls, model_directory: Path) -> dict[str, Tensor]:
+        """The model directory's weights."""
+        return read_checkpoint(model_directory)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def new_model(
+        cls, tmp_path_factory: pytest.TempPathFactory, model_directory: Path, tensors: Mapping[str, Tensor]
+    ) -> Path:
+        """The same model with other weights."""
+        target = tmp_path_factory.mktemp("conformance") / "new"
+        return copy_with_weights(model_directory, perturbed(tensors, seed=1), target)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def new_reference(cls, load_plain: ReferenceLoader, new_model: Path) -> torch.nn.Module:
+        """The new model loaded as a plain module."""
+        return load_plain(new_model)
 
     @pytest.fixture
     def start(self, model_directory: Path) -> Iterator[Callable[[], Replica]]:
@@ -135,6 +188,30 @@ def ask_score(name: str, prompt: Sequence[int], token_ids: Sequence[int], **fiel
     """Build a request for the logprobs of given tokens; ``fields`` as in ``ask``."""
     request = ask(name, prompt, **({"max_tokens": len(token_ids)} | fields))
     return replace(request, forced_ids=np.array(token_ids, dtype=np.int64))
+
+
+async def idle() -> None:
+    """Give a generator the time to sample."""
+    for _ in range(TURNS):
+        await asyncio.sleep(TURN_S)
+
+
+def text_by_length(replica: Replica, prompt: tuple[int, ...]) -> list[Completion]:
+    """Return greedy completions of 1, 2, ..., ``NUM_TOKENS`` tokens; their texts show which text each token adds."""
+    return replica.ask(*(ask(f"text-{count}", prompt, max_tokens=count) for count in range(1, NUM_TOKENS + 1)))
+
+
+def spanning_stop(replica: Replica) -> SpanningStop:
+    """Find a stop string over two tokens, which first occurs there, in greedy completions of the suite's prompts."""
+    for prompt in PROMPTS:
+        completions = text_by_length(replica, prompt)
+        for shorter, longer in reversed(list(pairwise(completions[:-1]))):
+            before, text = shorter.text, longer.text
+            stop = text[len(before) - 1 : len(before) + 1]
+            is_whole = text.startswith(before) and INCOMPLETE not in text and not stop.isspace()
+            if before and is_whole and len(stop) == 2 and stop not in before:
+                return SpanningStop(prompt, stop, completions[-1], shorter)
+    raise AssertionError("the text of no greedy completion of the suite's prompts grows from token to token")
 
 
 def plain_logits(reference: torch.nn.Module, prompt: Sequence[int], token_ids: Sequence[int]) -> Tensor:
@@ -177,6 +254,13 @@ def assert_completion(
     assert completion.basis in (RAW_BASIS, request.sampling.basis), (
         f"states the basis {completion.basis}, expected raw or {request.sampling.basis}"
     )
+    assert completion.sampling == request.sampling, f"states the sampling {completion.sampling}"
+    for name, array, dtype in (
+        ("token_ids", completion.token_ids, np.int64),
+        ("logprobs", completion.logprobs, np.float32),
+        ("raw_logprobs", completion.raw_logprobs, np.float32),
+    ):
+        assert array is None or array.dtype == dtype, f"{name} is {array.dtype}, not {np.dtype(dtype)}"
     edges = [0, *(span.stop for span in completion.version_spans)]
     assert [span.start for span in completion.version_spans] == edges[:-1], "version spans leave a gap or overlap"
     assert edges[-1] == count, f"version spans cover {edges[-1]} of {count} tokens"

@@ -21,13 +21,10 @@ from chatlearn_testing.suites.generator_fixtures import (
     Replica,
     ask,
     assert_completion,
+    idle,
     plain_greedy,
 )
 
-TURNS = 50
-"""Turns of the event loop that tests wait; a generator that ignores ``pause`` samples within them."""
-TURN_S = 0.001
-"""Length of a turn, seconds."""
 ATTEMPTS = 5
 """Attempts to abort a request before it is complete: on a busy machine the engine may finish it first."""
 
@@ -121,8 +118,9 @@ class InterruptionContract(GeneratorFixtures, ConformanceSuite):
             task = asyncio.ensure_future(replica.generator.generate(ask("kept", max_tokens=LONG), callback))
             await (begun.wait() if callback else asyncio.sleep(0))
             await replica.generator.pause()
-            count = len(sampled)
-            await _idle()
+            count, was_done = len(sampled), task.done()
+            await idle()
+            assert task.done() == was_done, "the request was answered while paused"
             assert len(sampled) == count, f"{len(sampled) - count} tokens were sampled while paused"
             await replica.generator.resume()
             return await task
@@ -138,7 +136,7 @@ class InterruptionContract(GeneratorFixtures, ConformanceSuite):
             await replica.generator.pause()
             late = asyncio.ensure_future(replica.generator.generate(ask("late")))
             cut = asyncio.ensure_future(replica.generator.generate(ask("cut", max_tokens=LONG)))
-            await _idle()
+            await idle()
             assert not late.done(), "a request was answered while paused"
             await replica.generator.abort(["cut"])
             cut_short = await cut
@@ -260,8 +258,3 @@ async def _aborted(generator: Generator, request: GenerateRequest, streaming: bo
         await asyncio.sleep(0)
     await generator.abort({request.id, "a request that was never made"})
     return await task
-
-
-async def _idle() -> None:
-    for _ in range(TURNS):
-        await asyncio.sleep(TURN_S)

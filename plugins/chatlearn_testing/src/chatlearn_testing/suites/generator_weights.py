@@ -15,9 +15,9 @@ from chatlearn_core.exceptions import BackendError, WeightSyncError
 from chatlearn_core.plugins.compatibility import kv_after_sync_of
 from chatlearn_core.types import Completion, ReplicaState, TensorSpec, WeightManifest, WeightShard
 from chatlearn_testing.applicability import not_applicable
-from chatlearn_testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
+from chatlearn_testing.model_directory import manifest_of, read_checkpoint
 from chatlearn_testing.reused_memory import ReusedMemoryLoader
-from chatlearn_testing.suites.conformance_suite import ConformanceSuite, ReferenceLoader
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.generator_fixtures import (
     LONG,
     PROMPTS,
@@ -35,27 +35,6 @@ DRIVEN_CHANNELS = ("tensors", "boxes", "checkpoint")
 
 class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
     """The part of ``GeneratorConformance`` about weights (invariant 4 of the design)."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def tensors(cls, model_directory: Path) -> dict[str, Tensor]:
-        """The model directory's weights."""
-        return read_checkpoint(model_directory)
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def new_model(
-        cls, tmp_path_factory: pytest.TempPathFactory, model_directory: Path, tensors: Mapping[str, Tensor]
-    ) -> Path:
-        """The same model with other weights."""
-        target = tmp_path_factory.mktemp("conformance") / "new"
-        return copy_with_weights(model_directory, perturbed(tensors, seed=1), target)
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def new_reference(cls, load_plain: ReferenceLoader, new_model: Path) -> torch.nn.Module:
-        """The new model loaded as a plain module."""
-        return load_plain(new_model)
 
     def test_expects_the_names_of_the_model_directory(self, replica: Replica, tensors: Mapping[str, Tensor]) -> None:
         """``expected_manifest`` has the checkpoint's names, shapes and dtypes; tied weights are aliases."""
@@ -190,7 +169,9 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
             assert synced.generator.state == "serving", f"a refused manifest ({what}) stopped the replica"
         self._assert_serves(synced, reference, version)
 
-    @pytest.mark.parametrize("fault", ["unknown name", "wrong shape", "missing tensor", "one name for another"])
+    @pytest.mark.parametrize(
+        "fault", ["unknown name", "wrong shape", "wrong dtype", "missing tensor", "one name for another", "twice"]
+    )
     def test_weights_that_were_not_announced_are_refused(
         self, start: Callable[[], Replica], tensors: Mapping[str, Tensor], fault: str
     ) -> None:
@@ -206,13 +187,22 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
             sent["no.such.weight"] = torch.zeros(2)
         elif fault == "wrong shape":
             sent[names[0]] = torch.zeros(*tensors[names[0]].shape, 2)
+        elif fault == "wrong dtype":
+            sent[names[0]] = tensors[names[0]].double()
         elif fault == "missing tensor":
             del sent[names[-1]]
-        else:
+        elif fault == "one name for another":
             sent[f"{names[0]}.renamed"] = sent.pop(names[0])
-        manifest = manifest_of(tensors, replica.generator.loader.expected_manifest().aliases)
+        given = [*sent.items(), *([(names[0], tensors[names[0]])] if fault == "twice" else [])]
+        loader = ReusedMemoryLoader(replica.generator.loader)
+
+        async def load() -> None:
+            await loader.begin(1, manifest_of(tensors, loader.expected_manifest().aliases))
+            await loader.load_tensors(given)
+            await loader.finish()
+
         with pytest.raises(WeightSyncError):
-            replica.sync(sent, 1, manifest)
+            replica.run(load())
         assert replica.generator.state == "dead", f"{fault}: the replica is {replica.generator.state}, not dead"
         with pytest.raises(BackendError) as caught:
             replica.ask(ask("after-the-fault"))
