@@ -58,7 +58,7 @@ def test_reward_throughput() -> None:
     assert min(spread["lowest"] for spread in result["start_s"].values()) > 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_gateway() -> None:
     result = run_benchmark("gateway", "--quick")
     assert [row["sessions"] for row in result["rows"]] == [1, 4]
@@ -79,7 +79,7 @@ def test_prompt_path() -> None:
     assert {"chatlearn_core/runtime/boundary.py", "chatlearn_rewards/gsm8k_reward.py"} <= set(result["readers"])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.engine
 def test_weight_sync() -> None:
     result = run_benchmark("weight_sync", "--quick", "--engines", "transformers", "vllm")
@@ -140,7 +140,7 @@ def test_packing() -> None:
     assert 0.0 < result["attention_real_share"] <= 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_loss_memory() -> None:
     """The program itself refuses ways that differ in loss or gradients."""
     result = run_benchmark("loss_memory", "--quick")
@@ -162,6 +162,28 @@ def test_trainer_steps() -> None:
         assert math.isclose(way["grad_norm"], result["ways"]["plain"]["grad_norm"], rel_tol=1e-3)
 
 
+@pytest.mark.thorough
+@pytest.mark.engine
+def test_trainer_layouts() -> None:
+    result = run_benchmark("trainer_layouts", "--quick")
+    ways = result["ways"]
+    assert ways.keys() == {"plain transformers", "fsdp, 1 rank", "megatron, PP 2", "deepspeed, ZeRO-3"}
+    for way in ways.values():
+        assert way["tokens_per_s"] > 0
+        assert math.isclose(way["grad_norm"], ways["plain transformers"]["grad_norm"], rel_tol=1e-3)
+    assert all(0.0 <= way["outside_share"] < 1.0 for name, way in ways.items() if name != "plain transformers")
+
+
+@pytest.mark.thorough
+@pytest.mark.engine
+def test_weight_export() -> None:
+    result = run_benchmark("weight_export", "--quick")
+    assert result["ways"].keys() == {
+        "megatron, PP 2, full_tensors", "megatron, PP 2, boxes", "deepspeed, ZeRO-3, full_tensors"
+    }  # fmt: skip
+    assert all(0.5 <= way["sent_share"] <= 1.0 for way in result["ways"].values())
+
+
 @pytest.mark.slow
 @pytest.mark.engine
 def test_driver_scaling() -> None:
@@ -171,7 +193,7 @@ def test_driver_scaling() -> None:
     assert result["object_store"]["put_gb_s"] > 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.engine
 def test_async_training() -> None:
     result = run_benchmark("async_training", "--quick")
@@ -236,7 +258,7 @@ def strings(value: Any) -> list[str]:
     return []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.engine
 def test_generator_throughput() -> None:
     result = run_benchmark("generator_throughput", "--quick")

@@ -17,6 +17,7 @@ from chatlearn_testing.fork_server import ForkServer
 
 LENGTHS = [17, 40, 1, 7, 38, 22, 9]
 RANKS_DEADLINE_S = 240.0
+PADDING_ID = 0
 FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "gpt2", "deepseek_v3", "moonlight")
 LATENT: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16,
@@ -51,9 +52,11 @@ def batch() -> TrainBatch:
     total, bounds, count = sum(LENGTHS), cumulative_lengths(LENGTHS), len(LENGTHS)
     mask = torch.rand(total, generator=generator) < 0.7
     mask[bounds[:-1].long()] = False
+    tokens = torch.randint(0, 300, (total,), generator=generator)
+    tokens[::20] = PADDING_ID  # a token like others where a model pads with its end of text
     return TrainBatch(
         sample_ids=tuple(f"s{i}" for i in range(count)),
-        token_ids=torch.randint(0, 300, (total,), generator=generator),
+        token_ids=tokens,
         cu_seqlens=bounds,
         loss_mask=mask,
         unit_index=torch.arange(count),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,9 +54,11 @@ MAX_LOGITS_ELEMENTS = 1 << 25
 class PackedGPT(GPTModel):  # type: ignore[misc]  # Megatron-Core is not typed
     """Megatron-Core's model whose forward pass takes packed rows; the last stage returns last hidden states [R, H]."""
 
-    def __init__(self, *args: Any, head: Head, score_bias: bool, **named: Any) -> None:
+    def __init__(self, *args: Any, head: Head, score_bias: bool, padding_id: int | None, **named: Any) -> None:
         super().__init__(*args, **named)
         self.head = head
+        if padding_id is not None and self.pre_process:
+            self.embedding.word_embeddings.register_forward_hook(partial(_without_gradient_of, padding_id))
         if head != "lm" and self.post_process:
             del self.output_layer
             self.score = nn.Linear(self.config.hidden_size, 1, bias=score_bias, dtype=self.config.params_dtype)
@@ -208,6 +211,17 @@ class MegatronModel:
         return dataclasses.replace(place, parts=parts), [shapes[part.name] for part in parts]
 
 
+def _without_gradient_of(padding_id: int, embedding: Any, ids: tuple[Tensor], output: Tensor) -> Tensor:
+    """Let the padding token's embedding learn nothing as an input, like transformers (``Embedding.padding_idx``).
+
+    That embedding is often zero, where a norm's gradient is a thousand times as large as others.
+    """
+    padded = ids[0] == padding_id
+    if embedding.reduce_scatter_embeddings:  # [1, R] tokens give [R / ranks, 1, H]
+        padded = padded.t().chunk(embedding.tp_group.size())[embedding.tp_group.rank()]
+    return torch.where(padded[..., None], output.detach(), output)
+
+
 def build_model(
     options: MegatronOptions, context: RoleContext, source: ModelSource, ranks: MegatronRanks
 ) -> MegatronModel:
@@ -249,6 +263,7 @@ def build_model(
                 vp_stage=virtual,
                 head=source.head,
                 score_bias="score.bias" in names,
+                padding_id=getattr(hf.get_input_embeddings(), "padding_idx", None),
             )
         chunks.append(chunk.to(device))
     rotary = None
