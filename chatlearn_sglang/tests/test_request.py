@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 
 from chatlearn_core.types import Completion, GenerateRequest, SamplingParams, VersionSpan
+from chatlearn_sglang.engine_side.requests import spanning_stop
 from chatlearn_sglang.generator import SGLangRequest
 
 SAMPLING = SamplingParams(max_tokens=5, temperature=0.5, top_k=3, seed=9, stop=("x",))
@@ -27,3 +29,14 @@ def test_a_resumed_request_samples_the_rest_and_reports_tokens_once() -> None:
     resumed.unreported = [5, 6]
     assert resumed.report_all("g")
     assert told == [(2, [4]), (3, [5, 6])]
+
+
+def test_a_stop_string_that_begins_in_the_resumed_text_is_found_at_the_token_that_completes_it() -> None:
+    def decode(token_ids: Sequence[int]) -> str:
+        return "".join("abcdefgh"[token] for token in token_ids)
+
+    assert spanning_stop("xyab", ("bcd",), [2, 3, 4], 0, decode) == 1
+    assert spanning_stop("xyab", ("bcd",), [2, 3, 4], 1, decode) == 0, "counted from the first token not seen yet"
+    assert spanning_stop("xyab", ("cd",), [2, 3, 4], 0, decode) is None, "SGLang itself finds those in new text"
+    assert spanning_stop("xyab", ("xy", "zz"), [2, 3, 4], 0, decode) is None, "lies before the resumed completion's end"
+    assert spanning_stop("xyab", ("zz", "yabc"), [2, 3, 4], 0, decode) == 0

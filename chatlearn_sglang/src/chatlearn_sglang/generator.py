@@ -55,6 +55,7 @@ class SGLangRequest(EngineRequest):
     def sampling(self) -> dict[str, Any]:
         """Return plain sampling parameters for the remaining tokens."""
         sampling = self.request.sampling
+        longest = max(map(len, sampling.stop), default=0)
         return {
             "max_tokens": self.max_new_tokens,
             "temperature": float(sampling.temperature),
@@ -64,6 +65,7 @@ class SGLangRequest(EngineRequest):
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": sampling.ignore_eos,
             "seed": int(sampling.seed),
+            "text_before": self.prior.text[1 - longest :] if self.prior is not None and longest > 1 else "",
         }
 
     def report_all(self, generator: str) -> bool:

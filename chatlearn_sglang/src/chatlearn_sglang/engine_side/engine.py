@@ -15,7 +15,7 @@ from chatlearn_hosting.engine_side.local_groups import gloo_on_loopback
 from . import adapter, hooks, memory, process_copies
 from .arguments import compose
 from .outcome import Outcome
-from .requests import answer, cut_short, engine_request, fresh_tokens
+from .requests import answer, cut_short, engine_request, fresh_tokens, spanning_stop
 from .weight_operations import LAST, LOADER, encode
 
 RESEND_S = 0.5
@@ -130,19 +130,26 @@ class HostedEngine:
     ) -> dict[str, Any]:
         """Sample one completion; see ``requests.answer``. ``emit`` receives tokens as they appear.
 
-        With ``ignore_eos`` SGLang also ignores stop tokens, so this method checks for them and ends the request itself.
+        With ``ignore_eos`` SGLang also ignores stop tokens, so this method checks for them and ends the request itself;
+        likewise for a stop string that begins in the text of a resumed completion.
         """
         ended = self._open[rid] = asyncio.get_running_loop().create_future()
         stops = frozenset(sampling["stop_token_ids"] if sampling["ignore_eos"] else ())
+        before = sampling.get("text_before", "")
         try:
             request = engine_request(rid, input_ids, sampling, self._adapter)
-            if emit is None and not stops:
+            if emit is None and not stops and not before:
                 return answer(await self._engine.async_generate(**request))
             seen, end = 0, None
             async for chunk in await self._engine.async_generate(**request, stream=True):
                 tokens = fresh_tokens(chunk, seen)
                 if end is None:
                     at = next((index for index, token in enumerate(tokens) if token in stops), None)
+                    if before:
+                        spanning = spanning_stop(before, sampling["stop"], chunk["output_ids"], seen, self._decode)
+                        at = min((index for index in (at, spanning) if index is not None), default=None)
+                        if len(chunk["text"]) >= max(map(len, sampling["stop"])):
+                            before = ""  # what follows is too far from it
                     if at is not None:
                         tokens, end = tokens[: at + 1], seen + at + 1
                         self._manager.abort_request(rid)
@@ -150,10 +157,14 @@ class HostedEngine:
                         emit(tokens)
                     seen += len(tokens)
             reply = answer(chunk)
-            return reply if end is None else cut_short(reply, end)
+            return reply if end is None else cut_short(reply, end, self._decode(reply["token_ids"][:end]))
         finally:
             del self._open[rid]
             ended.set_result(None)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._manager.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
 
     async def abort(self, rids: Sequence[str] | None) -> None:
         """End these requests (None: all), and return when they have ended. Requests that ended before are ignored.

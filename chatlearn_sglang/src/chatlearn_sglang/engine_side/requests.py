@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,8 @@ def engine_request(
     Args:
         rid: the request's name in the engine; no name may be a prefix of another.
         input_ids: [T] context.
-        sampling: fields of ``SamplingParams``; the seed may be any integer.
+        sampling: fields of ``SamplingParams``; the seed may be any integer. ``text_before``, which only ``Engine``
+            reads, is the end of the resumed text, in which a stop string may begin.
         adapter: name of the LoRA adapter to use.
     """
     parameters: dict[str, Any] = {
@@ -71,17 +72,31 @@ def answer(output: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def cut_short(reply: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Truncate an answer after ``count`` tokens, whose last is a stop token; the engine may have sampled
-    more by then.
+def cut_short(reply: Mapping[str, Any], count: int, text: str) -> dict[str, Any]:
+    """Truncate an answer after ``count`` tokens, whose last is a stop token or completes a stop string, and whose text
+    is ``text``; the engine may have sampled more by then.
     """
     return {
         **reply,
+        "text": text,
         "token_ids": reply["token_ids"][:count],
         "logprobs": reply["logprobs"][:count],
         "finish": {"type": "stop", "matched": reply["token_ids"][count - 1]},
         "spans": [(start, min(stop, count), version) for start, stop, version in reply["spans"] if start < count],
     }
+
+
+def spanning_stop(
+    before: str, stops: Sequence[str], token_ids: Sequence[int], num_seen: int, decode: Callable[[Sequence[int]], str]
+) -> int | None:
+    """Return which of the tokens after the first ``num_seen`` completes a stop string that begins in ``before``; None
+    if none does. SGLang takes resumed tokens for a part of the prompt, so it does not find such a stop string.
+    """
+    for count in range(num_seen + 1, len(token_ids) + 1):
+        text = decode(token_ids[:count])
+        if any(stop in before + text[: len(stop) - 1] for stop in stops if stop not in before):
+            return count - 1 - num_seen
+    return None
 
 
 def fresh_tokens(chunk: Mapping[str, Any], num_seen: int) -> list[int]:

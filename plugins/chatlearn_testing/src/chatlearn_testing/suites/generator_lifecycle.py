@@ -84,18 +84,18 @@ class LifecycleContract(GeneratorFixtures, ConformanceSuite):
         generator.close()
         assert generator.health() is not None, "healthy although closed"
 
-    def test_closing_leaves_nothing(self, model_directory: Path) -> None:
+    def test_closing_leaves_nothing(self, replica: Replica, model_directory: Path) -> None:
         """``close`` ends every process and thread that the generator started and removes its temporary files and shared
-        memory; later requests raise a ``BackendError`` that names them.
+        memory; later requests raise a ``BackendError`` that names them. Other replicas stay.
         """
         before, threads = set(descendants(os.getpid())), set(threading.enumerate())
         with written_files() as written:
-            replica = self.start_replica(model_directory)
-            assert len(replica.ask(ask("last"))[0].token_ids) == NUM_TOKENS
-            replica.generator.close()
+            closed = self.start_replica(model_directory)
+            assert len(closed.ask(ask("last"))[0].token_ids) == NUM_TOKENS
+            closed.generator.close()
             with pytest.raises(BackendError) as caught:
-                replica.ask(ask("too-late"))
-            replica.close()
+                closed.ask(ask("too-late"))
+            closed.close()
         assert "too-late" in str(caught.value), f"does not name the request: {caught.value}"
         left = wait_until_empty(lambda: [str(pid) for pid in set(descendants(os.getpid())) - before], THREADS_END_S)
         assert not left, f"processes {', '.join(left)} outlive close"
@@ -105,3 +105,4 @@ class LifecycleContract(GeneratorFixtures, ConformanceSuite):
         assert not alive, f"threads {', '.join(alive)} outlive close"
         files = sorted(file for file in written if Path(file).exists())
         assert not files, f"files outlive close: {', '.join(files[:5])}"
+        assert replica.ask(ask("other-replica"))[0].finish_reason == "length"
