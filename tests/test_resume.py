@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -70,6 +71,20 @@ def test_killed_at_a_defined_moment(
     assert result_of(recipe.run_dir) == expected
     left = [path.name for path in (recipe.run_dir / "checkpoints").iterdir() if path.name.startswith(".")]
     assert left == [], "nothing unfinished is left"
+
+
+def test_killed_while_it_trains_beside_the_writer_of_a_checkpoint(
+    recipe: Any, chatlearn: Any, result_of: Any, expected: Any
+) -> None:
+    killed = chatlearn("run", recipe.file, "checkpoint.background=true", PROBE="write beside:2")
+    assert killed.code == KILLED, killed.output
+    left = sorted(path.name for path in (recipe.run_dir / "checkpoints").iterdir())
+    assert left == [".writing_step_00000002", "step_00000001"]
+    resumed = chatlearn("run", recipe.file, "checkpoint.background=true")
+    assert resumed.code == 0, resumed.output
+    assert result_of(recipe.run_dir) == expected
+    left = sorted(path.name for path in (recipe.run_dir / "checkpoints").iterdir())
+    assert left == ["step_00000003", "step_00000004"]
 
 
 def test_ids_that_tokens_were_sampled_from_survive(recipe: Any, chatlearn: Any, result_of: Any) -> None:
@@ -191,3 +206,21 @@ def test_going_back_deletes_nothing_unasked(recipe: Any, chatlearn: Any, result_
     assert gone_back.code == 0, gone_back.output
     assert "removing checkpoints newer than step 1, of step 2" in gone_back.output
     assert result_of(recipe.run_dir) == first
+
+
+@pytest.mark.thorough
+def test_two_ranks_on_ray_write_beside_training(recipe: Any, chatlearn: Any, result_of: Any) -> None:
+    options = {"learning_rate": 0.003, "num_threads": 1, "zero_stage": 2}
+    recipe.content["roles"]["trainer"] = {"kind": "trainer", "backend": "fsdp", "ranks": 2, "options": options}
+    recipe.content["roles"]["generator"]["backend"] = "transformers"
+    recipe.content["runtime"] = {"backend": "ray", "options": {"object_store_mb": 100}}
+    recipe.write()
+    settings = ("checkpoint.background=true", "train.steps=3")
+    finished = chatlearn("run", recipe.file, *settings)
+    assert finished.code == 0, finished.output
+    expected = result_of(recipe.run_dir)
+    shutil.rmtree(recipe.run_dir / "checkpoints" / "step_00000003")
+    resumed = chatlearn("run", recipe.file, *settings)
+    assert resumed.code == 0, resumed.output
+    assert "resuming after step 2" in resumed.output
+    assert result_of(recipe.run_dir).model == expected.model

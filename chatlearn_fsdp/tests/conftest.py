@@ -138,12 +138,13 @@ def _run_jobs(
 ) -> dict[str, list[dict[str, Any]]]:
     """Start as many rank processes as the largest job needs and let them do all jobs; answers of every rank, by job.
 
-    A job has ``model`` and ``slices`` (the sequences of each data-parallel rank), and may have ``options``, ``head``,
-    ``updates`` (number of them), ``load``, ``save``, ``export`` (directories), ``weights`` (return both streams, before
-    and after offloading), ``take`` (``file``, ``boxes``, ``decay``: another trainer's stream, which it follows),
-    ``poison`` (the loss of a micro-batch with this sample is NaN), ``loss`` and ``batch`` (an algorithm's, prepared).
+    A job has ``model`` and ``slices`` (the sequences of each data-parallel rank), and may have ``options``,
+    ``head``, ``updates`` (number of them), ``load``, ``save``, ``save_beside`` (an update), ``export``
+    (directories), ``weights`` (return both streams, before and after offloading), ``take`` (``file``, ``boxes``,
+    ``decay``: another trainer's stream, which it follows), ``poison`` (the loss of a micro-batch with this sample
+    is NaN), ``loss`` and ``batch`` (an algorithm's, prepared).
     """
-    defaults = dict.fromkeys(("load", "save", "export", "weights", "take", "poison", "loss", "batch"))
+    defaults = dict.fromkeys(("load", "save", "save_beside", "export", "weights", "take", "poison", "loss", "batch"))
     complete = {name: defaults | {"head": "lm", "updates": 1, "options": {}} | job for name, job in jobs.items()}
     for name, job in complete.items():
         job["world"] = len(job["slices"]) * job["options"].get("ulysses", 1)

@@ -171,6 +171,10 @@ def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
         answer["error"] = str(error)
     if job["save"]:
         trainer.save(Path(job["save"]))
+    if job["save_beside"]:
+        trainer.begin_save(Path(job["save_beside"]))
+        trainer.update(mine, loss)
+        answer["written"] = trainer.finish_save()
     if job["export"]:
         trainer.export_model(Path(job["export"]))
         answer["computed_after"] = trainer.compute(mine, loss.needs)

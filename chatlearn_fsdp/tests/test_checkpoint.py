@@ -2,12 +2,16 @@ import json
 import os
 import pickle
 import shutil
+import threading
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from chatlearn_core.exceptions import CheckpointError
+from chatlearn_core.exceptions import BackendError, CheckpointError
+from chatlearn_core.metrics.durable_files import file_facts
+from chatlearn_fsdp import checkpoint
 
 pytestmark = pytest.mark.engine
 
@@ -110,3 +114,54 @@ def test_an_optimizer_file_of_another_shape_is_damaged(make_trainer, tmp_path, c
     torch.save(content, tmp_path / "saved" / "optimizer.pt")
     with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
         trainer.load(tmp_path / "saved")
+
+
+class TestInTheBackground:
+    def test_training_goes_on_while_the_copy_is_written(
+        self, make_trainer, make_batch, policy_loss, weights_of, tmp_path, monkeypatch
+    ) -> None:
+        may_write, writes = threading.Event(), checkpoint.write_single
+        monkeypatch.setattr(checkpoint, "write_single", lambda *args: may_write.wait(60) and writes(*args))
+        trainer = make_trainer()
+        trainer.update(make_batch(0), policy_loss)
+        saved = weights_of(trainer)
+        trainer.begin_save(tmp_path / "saved")
+        trainer.update(make_batch(1), policy_loss)
+        assert not (tmp_path / "saved" / "trainer.json").exists()
+        may_write.set()
+        facts = trainer.finish_save()
+        assert facts == file_facts(tmp_path / "saved", ["weights.safetensors", "optimizer.pt", "trainer.json"])
+        resumed = make_trainer()
+        resumed.load(tmp_path / "saved")
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in weights_of(resumed).items())
+        resumed.update(make_batch(1), policy_loss)
+        ours, theirs = weights_of(resumed), weights_of(trainer)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "optimizer state, too"
+
+    def test_what_the_writer_raises_is_raised_and_another_may_begin(self, make_trainer, tmp_path) -> None:
+        trainer = make_trainer()
+        with pytest.raises(BackendError, match="no checkpoint to finish"):
+            trainer.finish_save()
+        (tmp_path / "blocked").mkdir()
+        (tmp_path / "blocked" / "weights.safetensors").mkdir()
+        trainer.begin_save(tmp_path / "blocked")
+        with pytest.raises((OSError, SafetensorError)):
+            trainer.finish_save()
+        trainer.begin_save(tmp_path / "again")
+        assert trainer.finish_save().keys() == {"weights.safetensors", "optimizer.pt", "trainer.json"}
+
+    @pytest.mark.parametrize("call", ["save", "begin_save", "load"])
+    def test_one_that_was_given_up_is_waited_for(self, make_trainer, tmp_path, monkeypatch, call) -> None:
+        may_write, writes = threading.Event(), checkpoint.write_single
+        trainer = make_trainer()
+        trainer.save(tmp_path / "other")
+
+        def write(directory, *args):
+            assert directory.name == "other" or may_write.wait(60)
+            return writes(directory, *args)
+
+        monkeypatch.setattr(checkpoint, "write_single", write)
+        trainer.begin_save(tmp_path / "saved")
+        threading.Timer(0.2, may_write.set).start()
+        getattr(trainer, call)(tmp_path / "other")
+        assert (tmp_path / "saved" / "trainer.json").exists()

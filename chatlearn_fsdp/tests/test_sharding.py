@@ -40,6 +40,10 @@ def answers(run_jobs, seven_sequences, paths):
         "mixture": {"model": str(paths / "mixture"), "slices": DP2, "weights": True, "export": str(paths / "export")},
         "poison": dense | {"slices": [[0, 1, 2], [3, 4, 5, 6]], "poison": "s1"},
     }
+    beside = {"save": str(paths / "waited"), "save_beside": str(paths / "beside")}
+    jobs["beside"] = dense | {"slices": DP2} | beside
+    for name in ("waited", "beside"):
+        jobs[f"load-{name}"] = dense | {"slices": DP2, "load": str(paths / name)}
     worlds = {
         "one": (EVERYTHING, {}),
         "dp4": (DP4, {}),
@@ -120,6 +124,16 @@ class TestSeveralRanks:
         expected = torch.cat([logs.new_zeros(1), logs[:-1].gather(-1, ids[1:, None])[:, 0]])
         expected = expected * seven_sequences.loss_mask[start:stop]
         torch.testing.assert_close(rank["computed_after"]["logprobs"], expected, atol=1e-5, rtol=0)
+
+    def test_a_checkpoint_written_beside_an_update_resumes_as_one_that_was_waited_for(self, answers, paths) -> None:
+        """Both were saved after the first update; after one more, all three are equal to the bit."""
+        trained, waited, beside = (answers[job] for job in ("beside", "load-waited", "load-beside"))
+        for rank in (0, 1):
+            for name, tensor in trained[rank]["full"].items():
+                assert torch.equal(waited[rank]["full"][name], tensor), name
+                assert torch.equal(beside[rank]["full"][name], tensor), name
+        told = {name for rank in trained for name in rank["written"]}
+        assert told == {str(path.relative_to(paths / "beside")) for path in (paths / "beside").rglob("*.*")}
 
     @pytest.mark.parametrize("kind", ["", "lora-"])
     @pytest.mark.parametrize("saved", ["one", "hsdp", "dp4", "ulysses"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +34,7 @@ from chatlearn_core.executor.phases import Phase
 from chatlearn_core.executor.progress import RunListener
 from chatlearn_core.executor.run import Run
 from chatlearn_core.flow import trace
+from chatlearn_core.metrics.durable_files import file_facts
 from chatlearn_core.metrics.run_directory import FAILURE_PAGE
 from chatlearn_core.plugins.observers import Observer, Observers
 from chatlearn_core.plugins.records import RuntimeSpec
@@ -723,3 +727,117 @@ async def test_an_error_in_any_words_ends_a_run_as_every_error_does(training: Tr
     again = training("a")
     await again.run.train()
     assert again.steps == [1, 2, 3, 4, 5]
+
+
+class CopyingTrainer(ListTrainer):
+    """Copies its weights at ``begin_save``, and writes the copy when the test lets it."""
+
+    copy: tuple[Path, str] | None = None
+
+    async def update(self, batch: TrainBatch, loss: Any) -> Metrics:
+        metrics = await super().update(batch, loss)
+        self.runtime.after_update(self.runtime.calls.count("update"))
+        return metrics
+
+    async def begin_save(self, directory: Path) -> bool:
+        assert self.copy is None, "one in flight at most"
+        self.runtime.calls.append("begin")
+        self.copy = directory, json.dumps(self.weights)
+        return True
+
+    async def finish_save(self) -> dict[str, FileFacts]:
+        await self.runtime.may_write.wait()
+        assert self.copy is not None
+        (directory, content), self.copy = self.copy, None
+        if self.runtime.current is not self:
+            raise lost()
+        if self.runtime.write_failure is not None:
+            raise self.runtime.write_failure
+        directory.mkdir(parents=True)
+        (directory / "weights.json").write_text(content)
+        self.runtime.calls.append("finish")
+        return file_facts(directory, ["weights.json"])
+
+
+class CopyingRuntime(ListRuntime):
+    write_failure: Exception | None = None
+
+    def __init__(self, failures: dict[int, Exception], max_restarts: int) -> None:
+        super().__init__(failures, max_restarts)
+        self.may_write = asyncio.Event()
+        self.after_update: Callable[[int], None] = lambda number: None
+        self.current = CopyingTrainer(self)
+
+    async def recover(self, lost: TrainerLostError) -> None:
+        await super().recover(lost)
+        self.current = CopyingTrainer(self)
+        self.may_write.set()
+
+
+@pytest.fixture
+def copying(training: Training, monkeypatch: pytest.MonkeyPatch) -> Training:
+    """Runs whose trainer writes checkpoints in the background."""
+    monkeypatch.setattr(sys.modules[__name__], "ListRuntime", CopyingRuntime)
+    return partial(training, background=True)
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written(copying: Training, training: Training) -> None:
+    trained = copying("a")
+    trained.runtime.after_update = lambda number: trained.runtime.may_write.set() if number == 4 else None
+    await trained.run.train()
+    calls = trained.runtime.calls
+    assert calls[:7] == ["update", "update", "begin", "update", "update", "finish", "begin"]
+    assert sorted(calls[7:9]) == ["finish", "update"]
+    assert calls[9:] == ["save"], "the last step's is waited for"
+    assert trained.checkpoints == ["step_00000002", "step_00000004", "step_00000005"]
+    saved = json.loads((trained.run_dir / "checkpoints/step_00000002/roles/trainer/weights.json").read_text())
+    assert saved == trained.model[:2], "as it was when the step was complete"
+    for step in (4, 5):
+        shutil.rmtree(trained.run_dir / "checkpoints" / f"step_{step:08d}")
+    again = training("a")
+    await again.run.train()
+    assert again.model == trained.model
+
+
+async def test_an_error_of_the_writer_is_raised_at_the_next_step(copying: Training) -> None:
+    trained = copying("a")
+    trained.runtime.may_write.set()
+    trained.runtime.write_failure = BackendError("no space left")
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint of step 2 .* no space left"):
+        await trained.run.train()
+    assert trained.runtime.calls.count("update") <= 3
+    assert trained.checkpoints == [f"step_{trained.runtime.calls.count('update'):08d}"], "that step is saved once more"
+
+
+async def test_a_run_killed_while_it_writes_goes_on_from_the_checkpoint_before(
+    copying: Training, training: Training
+) -> None:
+    killed = copying("a", every=1)
+    killed.runtime.may_write.set()
+
+    def after_update(number: int) -> None:
+        if number == 2:
+            killed.runtime.may_write.clear()
+        elif number == 3:  # what is on disk now is what a kill would leave
+            shutil.copytree(killed.run_dir, killed.run_dir.with_name("b"))
+            killed.runtime.may_write.set()
+
+    killed.runtime.after_update = after_update
+    await killed.run.train()
+    left = training("b")
+    assert left.checkpoints == [".writing_step_00000002", "step_00000001"]
+    await left.run.train()
+    assert left.model == killed.model
+    assert not [name for name in left.checkpoints if name.startswith(".")]
+
+
+async def test_a_trainer_lost_while_it_writes_goes_back_to_the_checkpoint_before(
+    copying: Training, training: Training
+) -> None:
+    expected = await undisturbed(training)
+    trained = copying("a", {4: lost()})
+    await trained.run.train()
+    assert trained.model == expected
+    assert trained.steps == [1, 2, 3, 4, 5]
+    assert not [name for name in trained.checkpoints if name.startswith(".")]
+    assert "training continues from the beginning" in " ".join(trained.listener.said)

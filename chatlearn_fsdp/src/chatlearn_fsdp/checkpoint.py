@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from chatlearn_core.exceptions import CheckpointError
@@ -95,41 +100,109 @@ def save(directory: Path, state: TrainerState) -> dict[str, FileFacts]:
     checkpoints.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    record, random = _record(state), random_state(state.device)
     if state.ranks is None:
-        weights = {name: _whole(tensor).contiguous() for name, tensor in state.weights().items()}
-        save_file(weights, directory / WEIGHTS_FILE)
-        moments = {
-            name: {key: _whole(tensor) for key, tensor in entry.items()} for name, entry in state.moments().items()
-        }
-        torch.save({"optimizer": moments, "random": random_state(state.device)}, directory / OPTIMIZER_FILE)
-    else:
-        save_sharded(
-            _sharded_content(state, with_optimizer=state.updates > 0),
-            checkpoint_id=directory / SHARDS,
-        )
-        torch.save(random_state(state.device), directory / random_file(state.rank))
-        state.ranks.barrier()
-    if state.rank == 0:
-        record = state.identity() | {
-            "updates": state.updates,
-            "trainable": state.optimizer is not None,
-            "world_size": state.ranks.size if state.ranks is not None else 1,
-            "sharded": state.ranks is not None,
-        }
+        return write_single(directory, _single_content(state), random, record)
+    save_sharded(_sharded_content(state, with_optimizer=state.updates > 0), checkpoint_id=directory / SHARDS)
+    return complete_sharded(directory, state.rank, random, record, state.ranks.barrier)
+
+
+def write_single(
+    directory: Path, content: Mapping[str, Any], random: Mapping[str, Tensor], record: Mapping[str, Any]
+) -> dict[str, FileFacts]:
+    """Write what ``_single_content`` returned, and ``trainer.json``; returns the facts of the files."""
+    save_file(content["model"], directory / WEIGHTS_FILE)
+    torch.save({"optimizer": content["optimizer"], "random": random}, directory / OPTIMIZER_FILE)
+    write_record(directory, record)
+    return file_facts(directory, [WEIGHTS_FILE, OPTIMIZER_FILE, TRAINER_FILE])
+
+
+def complete_sharded(
+    directory: Path, rank: int, random: Mapping[str, Tensor], record: Mapping[str, Any], barrier: Callable[[], None]
+) -> dict[str, FileFacts]:
+    """Write what belongs to a sharded checkpoint besides its shards; returns the facts of this rank's files."""
+    torch.save(random, directory / random_file(rank))
+    barrier()
+    if rank == 0:
         write_record(directory, record)
-    facts = file_facts(directory, _own_files(directory, state))
-    if state.ranks is not None:
-        state.ranks.barrier()
+    # torch names the files of a sharded checkpoint after the rank.
+    shards = [f"{SHARDS}/{path.name}" for path in (directory / SHARDS).glob(f"__{rank}_*.distcp")]
+    first = [f"{SHARDS}/.metadata", TRAINER_FILE] if rank == 0 else []
+    facts = file_facts(directory, [*shards, random_file(rank), *first])
+    barrier()
     return facts
 
 
-def _own_files(directory: Path, state: TrainerState) -> list[str]:
-    """Return the files that this rank has written; torch names the files of a sharded checkpoint after the rank."""
-    if state.ranks is None:
-        return [WEIGHTS_FILE, OPTIMIZER_FILE, TRAINER_FILE]
-    shards = [f"{SHARDS}/{path.name}" for path in (directory / SHARDS).glob(f"__{state.rank}_*.distcp")]
-    own = [*shards, random_file(state.rank)]
-    return [*own, f"{SHARDS}/.metadata", TRAINER_FILE] if state.rank == 0 else own
+def _record(state: TrainerState) -> dict[str, Any]:
+    return state.identity() | {
+        "updates": state.updates,
+        "trainable": state.optimizer is not None,
+        "world_size": state.ranks.size if state.ranks is not None else 1,
+        "sharded": state.ranks is not None,
+    }
+
+
+def _single_content(state: TrainerState) -> dict[str, Any]:
+    moments = state.moments().items()
+    return {
+        "model": {name: _whole(tensor).contiguous() for name, tensor in state.weights().items()},
+        "optimizer": {name: {key: _whole(tensor) for key, tensor in entry.items()} for name, entry in moments},
+    }
+
+
+class BackgroundWriter:
+    """Writes copies of a trainer's state to disk in a thread, at most one checkpoint at a time."""
+
+    def __init__(self, ranks: RankGroup | None) -> None:
+        """Create the writer; collective over several ranks, whose threads need a process group of their own."""
+        self._group: dist.ProcessGroup | None = None
+        if ranks is not None:
+            self._group = dist.new_group(backend="gloo")
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._last: Future[dict[str, FileFacts]] | None = None
+        """The checkpoint begun last, also after it was written."""
+
+    def wait(self) -> None:
+        """Wait until nothing is written any more; ``finish`` raises what the writer raised."""
+        if self._last is not None:
+            wait([self._last])
+
+    def begin(self, directory: Path, state: TrainerState) -> None:
+        """Copy the state to host memory, and begin to write it. Collective."""
+        self.wait()
+        directory.mkdir(parents=True, exist_ok=True)
+        rank, record, random = state.rank, _record(state), random_state(state.device)
+        if state.ranks is None:
+            copy = tree_map(_copy, _single_content(state))
+            self._last = self._thread.submit(write_single, directory, copy, random, record)
+            return
+        content = _sharded_content(state, with_optimizer=state.updates > 0)
+        written = async_save(content, checkpoint_id=directory / SHARDS, process_group=self._group)
+        assert isinstance(written, Future)
+
+        def complete() -> dict[str, FileFacts]:
+            written.result()
+            return complete_sharded(directory, rank, random, record, partial(dist.barrier, self._group))
+
+        self._last = self._thread.submit(complete)
+
+    def finish(self) -> dict[str, FileFacts]:
+        """Wait until everything is written; returns the facts of this rank's files. Raises what the writer
+        raised.
+        """
+        assert self._last is not None, "begin comes first"
+        return self._last.result()
+
+    def close(self) -> None:
+        """Wait for the thread, and leave the process group."""
+        self._thread.shutdown()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
         self._compute_dtype: torch.dtype = getattr(torch, options.param_dtype)
         self._master_dtype: torch.dtype = getattr(torch, options.master_dtype)
         self._layout: CheckpointLayout | None = None
+        self._writer: checkpoint.BackgroundWriter | None = None
         self.choice: Choice | None = None
         """The chosen way to compute sequences, with the reasons against earlier ways; None before ``setup``."""
 
@@ -75,6 +76,9 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
             self._optimizer = build_optimizer(started.packed, options)
 
     def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
         self._model = None
         self._optimizer = None
         self._layout = None
@@ -87,11 +91,27 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
 
     def save(self, directory: Path) -> Mapping[str, FileFacts]:
         model = self._ready("weights", "optimizer")
+        self._wait_for_writer()
         return checkpoint.save(directory, self._state(model))
+
+    def begin_save(self, directory: Path) -> None:
+        """See ``BackgroundSavingTrainer``."""
+        model = self._ready("weights", "optimizer")
+        state = self._state(model)
+        if self._writer is None:
+            self._writer = checkpoint.BackgroundWriter(state.ranks)
+        self._writer.begin(directory, state)
+
+    def finish_save(self) -> Mapping[str, FileFacts]:
+        """See ``BackgroundSavingTrainer``."""
+        if self._writer is None:
+            raise BackendError(f"{self._name} has no checkpoint to finish; call begin_save")
+        return self._writer.finish()
 
     def load(self, directory: Path) -> None:
         model = self._ready("weights", "optimizer", may_be_broken=True)
         state = self._state(model)
+        self._wait_for_writer()
         with self._guarding_weights(f"loading {directory}"):
             checkpoint.load(directory, state)
         self._updates = state.updates
@@ -157,6 +177,10 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
         return stream_full(model.model, layout, self.context.world_size)
 
     # Internal methods
+
+    def _wait_for_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.wait()
 
     def _start_anew(self) -> None:
         """Optimizer and adapters as if training began here."""

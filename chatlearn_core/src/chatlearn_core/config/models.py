@@ -293,6 +293,7 @@ class CheckpointConfig(Section):
     every: NonNegative = Field(10, description="Steps between checkpoints; 0: only at the end.")
     keep_last: Positive = 2
     keep_best: NonNegative = Field(0, description="In addition to the last, keep this many with the best metric.")
+    background: bool = Field(False, description="Train on while trainers that can do so write their copies to disk.")
     metric: str = Field("eval/accuracy", description="Metric of the step that ranks checkpoints; higher is better.")
     export: bool = Field(True, description="Write a Hugging Face model directory when training ends.")
 

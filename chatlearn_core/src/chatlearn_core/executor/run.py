@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,8 @@ class Run:
 
     async def _go_back(self, lost: TrainerLostError, timers: Timers) -> None:
         """Rebuild the trainer and return to the last checkpoint. A rank that dies meanwhile is another loss."""
+        with suppress(ChatLearnError):
+            await self.checkpoint_writer.settle()  # of the lost ranks
         checkpoint, problems = self.checkpoint_writer.last(self.state)
         if checkpoint is not None:
             self.state.take_over(checkpoint)

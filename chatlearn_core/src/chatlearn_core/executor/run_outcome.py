@@ -105,6 +105,10 @@ class RunOutcome:
             unsaved: the failure was that of a checkpoint, whose cause is already reported.
         """
         lost = ""
+        try:
+            await self.checkpoint_writer.settle()
+        except ChatLearnError as error:
+            lost = f"The checkpoint in flight could not be written ({error}). "
         if state.step > state.saved_step and state.step > 0 and not state.policy_changed:
             if hangs:
                 lost = f"Step {state.step} could not be saved, since a call still hangs. "

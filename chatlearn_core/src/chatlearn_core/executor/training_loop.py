@@ -67,6 +67,7 @@ class TrainingLoop:
     async def _step(self, step: int) -> None:
         timers, state = Timers(), self.state
         self.journal.step = step
+        await self.checkpoint_writer.settle(only_if_done=True)
         with timers.measure("step"):
             groups, produced = await self._collect(step, timers)
             experience = await self.updater.prepare(step, groups, state.policy_version, timers)
@@ -103,9 +104,9 @@ class TrainingLoop:
         self._write_line(step, line)  # before the checkpoint: a kill in between would lose lines written after it
         self.algorithm.after_step(step, dict(line))
         state.complete(step, line, self.producer.pending, self.buffer)
-        every = self.config.checkpoint.every
-        if (every and step % every == 0) or step == self.config.train.steps or state.stopped is not None:
-            await self.checkpoint_writer.save(state)
+        every, is_last = self.config.checkpoint.every, step == self.config.train.steps or state.stopped is not None
+        if (every and step % every == 0) or is_last:
+            await self.checkpoint_writer.save(state, background=self.config.checkpoint.background and not is_last)
 
     async def _collect(self, step: int, timers: Timers) -> tuple[list[FinishedGroup], Metrics]:
         """The groups of a step, and metrics of producing and excluding groups.

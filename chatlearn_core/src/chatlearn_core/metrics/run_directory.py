@@ -158,6 +158,7 @@ class RunDirectory:
                 number = file.stem.rpartition("_")[2]
                 if number.isdecimal() and int(number) > step:
                     file.unlink()
+                    self._written.discard(file)
         except OSError as error:
             raise _cannot_write(self.path / "rollouts", error) from error
         return repaired

@@ -33,6 +33,7 @@ from chatlearn_core.protocols.reward import Reward, RewardUnit
 from chatlearn_core.protocols.role_handle import RoleHandle
 from chatlearn_core.protocols.runtime import (
     AskGenerator,
+    BackgroundSavingGroup,
     Derive,
     EnvironmentGroup,
     GeneratorFleet,
@@ -46,7 +47,7 @@ from chatlearn_core.protocols.runtime import (
     RuntimeEvent,
     TrainerGroup,
 )
-from chatlearn_core.protocols.trainer import Trainer, WeightTakingTrainer
+from chatlearn_core.protocols.trainer import BackgroundSavingTrainer, Trainer, WeightTakingTrainer
 from chatlearn_core.protocols.weight_sync import WeightReceiver, WeightSender
 
 __all__ = [
@@ -55,6 +56,8 @@ __all__ = [
     "Algorithm",
     "AlgorithmContext",
     "AskGenerator",
+    "BackgroundSavingGroup",
+    "BackgroundSavingTrainer",
     "DataStore",
     "Decision",
     "Derive",

@@ -113,6 +113,17 @@ class TrainerGroup(ModelGroup, Protocol):
 
 
 @runtime_checkable
+class BackgroundSavingGroup(Protocol):
+    """A trainer role whose checkpoint may be written while it works on; see ``BackgroundSavingTrainer``."""
+
+    async def begin_save(self, directory: Path) -> bool:
+        """Copy the state and begin to write it; False: this trainer cannot, and nothing has begun."""
+
+    async def finish_save(self) -> Mapping[str, FileFacts]:
+        """Wait until the files are written; returns their facts."""
+
+
+@runtime_checkable
 class GeneratorFleet(ModelGroup, Protocol):
     """All replicas of a generator role."""
 

@@ -113,6 +113,23 @@ class Trainer(Lifecycle, Protocol):
 
 
 @runtime_checkable
+class BackgroundSavingTrainer(Trainer, Protocol):
+    """A trainer that writes a checkpoint while it computes and updates (``checkpoint.background``)."""
+
+    def begin_save(self, directory: Path) -> None:
+        """Copy all that ``save`` writes to host memory, and begin to write it. Collective call.
+
+        Waits for the writer of a former checkpoint, as ``save`` and ``load`` do: a caller that failed calls no
+        ``finish_save``.
+        """
+
+    def finish_save(self) -> Mapping[str, FileFacts]:
+        """Wait until the files are written; returns what ``save`` returns. Every rank calls it, in a thread of its own,
+        at its own pace and beside other calls.
+        """
+
+
+@runtime_checkable
 class WeightTakingTrainer(Trainer, Protocol):
     """A trainer that takes another's weights as a weight sync brings them, by the record's ``channels``."""
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from chatlearn_core.protocols import Derive, Loss, MemoryAction, MemoryEvent, MemoryPart, Split, Trainer
+from chatlearn_core.protocols import (
+    BackgroundSavingTrainer,
+    Derive,
+    Loss,
+    MemoryAction,
+    MemoryEvent,
+    MemoryPart,
+    Split,
+    Trainer,
+)
 from chatlearn_core.runtime.serial_executor import SerialExecutor
 from chatlearn_core.types import (
     Derived,
@@ -47,6 +56,22 @@ class LocalTrainer:
         """Write a resumable checkpoint; returns the trainer's facts about its files."""
         facts = await self.executor.run("save", self.trainer.save, directory)
         return merged_facts([facts], f"role {self.name!r}")
+
+    async def begin_save(self, directory: Path) -> bool:
+        """Copy the state and begin to write it; False if the trainer cannot."""
+        if not isinstance(self.trainer, BackgroundSavingTrainer):
+            return False
+        await self.executor.run("save", self.trainer.begin_save, directory)
+        return True
+
+    async def finish_save(self) -> Mapping[str, FileFacts]:
+        """Wait until the files are written, beside other calls; returns the trainer's facts about them."""
+        assert isinstance(self.trainer, BackgroundSavingTrainer)
+        waiting = SerialExecutor(self.executor.name, self.executor.timeout_s)
+        try:
+            return merged_facts([await waiting.run("save", self.trainer.finish_save)], f"role {self.name!r}")
+        finally:
+            waiting.stop()
 
     async def load(self, directory: Path) -> None:
         """Read a checkpoint."""

@@ -210,6 +210,14 @@ class RemoteTrainerGroup:
         """Write a resumable checkpoint from all ranks; returns their facts about its files."""
         return merged_facts(await self.every_rank("save", directory.absolute()), f"role {self.name!r}")
 
+    async def begin_save(self, directory: Path) -> bool:
+        """Copy the state on all ranks and begin to write it; False if this trainer cannot."""
+        return all(await self.every_rank("begin_save", directory.absolute()))
+
+    async def finish_save(self) -> Mapping[str, FileFacts]:
+        """Wait until all ranks have written; returns their facts about the files."""
+        return merged_facts(await self.every_rank("finish_save"), f"role {self.name!r}")
+
     async def load(self, directory: Path) -> None:
         """Read a checkpoint on all ranks."""
         await self.every_rank("load", directory.absolute())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.protocols import (
+    BackgroundSavingTrainer,
     Derive,
     Loss,
     MemoryAction,
@@ -19,6 +20,7 @@ from chatlearn_core.protocols import (
     WeightSender,
 )
 from chatlearn_core.runtime.outputs import check_outputs
+from chatlearn_core.runtime.serial_executor import SerialExecutor
 from chatlearn_core.types import (
     Derived,
     Endpoint,
@@ -126,6 +128,22 @@ class TrainerWorker(Worker):
     async def save(self, directory: Path) -> Mapping[str, FileFacts]:
         """Write this rank's part of a checkpoint; returns facts about its files."""
         return await self.executor.run("save", self.trainer.save, directory)
+
+    async def begin_save(self, directory: Path) -> bool:
+        """Copy this rank's state and begin to write it; False if the trainer cannot."""
+        if not isinstance(self.trainer, BackgroundSavingTrainer):
+            return False
+        await self.executor.run("save", self.trainer.begin_save, directory)
+        return True
+
+    async def finish_save(self) -> Mapping[str, FileFacts]:
+        """Wait until this rank has written, beside its other calls; returns facts about its files."""
+        assert isinstance(self.trainer, BackgroundSavingTrainer)
+        waiting = SerialExecutor(self.executor.name, self.executor.timeout_s)
+        try:
+            return await waiting.run("save", self.trainer.finish_save)
+        finally:
+            waiting.stop()
 
     async def load(self, directory: Path) -> None:
         await self.executor.run("load", self.trainer.load, directory)
