@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
 
 from chatlearn_cli.plugins import app
-from chatlearn_core.exceptions import ChatLearnError, PluginNotFoundError
+from chatlearn_core.exceptions import ChatLearnError, ConfigError, PluginNotFoundError
 from chatlearn_testing.scaffold import write_plugin
 
 pytestmark = pytest.mark.slow  # every suite runs in a process that imports torch
@@ -67,6 +69,48 @@ def test_what_conforms_passes(written, kind: str) -> None:
     assert suite.split()[-1] == "passed"
 
 
+def test_results_are_written_for_machines_and_readers(written, tmp_path: Path) -> None:
+    written("zed-reward", "reward", ("coverage - penalty,", "coverage + penalty,"))
+    files = [tmp_path / "result.json", tmp_path / "result.xml"]
+    code, output = check("zed-reward", "--stress", "2", "--output", str(files[0]), "--output", str(files[1]))
+    assert code == 1
+    assert "img.shields.io" not in output
+    result = json.loads(files[0].read_text())
+    assert (result["distribution"], result["verdict"], result["runs"], result["badge"]) == (
+        "zed-reward", "failed", 2, None
+    )  # fmt: skip
+    assert {"python", "zed-reward", "chatlearn-core", "chatlearn-testing", "torch"} <= result["versions"].keys()
+    [_, suite] = result["checks"]
+    failed = {test["name"] for test in suite["tests"] if test["verdict"] == "failed"}
+    by_run = [{name.removesuffix(f" (run {n})") for name in failed if name.endswith(f"(run {n})")} for n in (1, 2)]
+    assert by_run[0] == by_run[1] != set()
+    assert len(suite["tests"]) == suite["passed"] + len(suite["failures"]) + sum(
+        test["verdict"] == "skipped" for test in suite["tests"]
+    )
+    assert any(test["seconds"] > 0.0 for test in suite["tests"])
+    root = ElementTree.parse(files[1]).getroot()
+    cases = [case for case in root.iter("testcase") if case.get("classname") == "reward.zed"]
+    assert {case.get("name") for case in cases if case.find("failure") is not None} == failed
+    assert sum(int(one.get("failures", "")) for one in root) == len(failed)
+
+
+def test_a_pass_gives_a_line_for_the_readme(written, tmp_path: Path) -> None:
+    written("zed-algorithm", "algorithm")
+    file = tmp_path / "result.json"
+    code, output = check("zed-algorithm", "--output", str(file))
+    assert code == 0, output
+    badge = json.loads(file.read_text())["badge"]
+    assert badge in output
+    assert re.fullmatch(
+        r"!\[zed-algorithm \S+, chatlearn-testing \S+: \d+ contract tests passed\]\(https://\S+\)", badge
+    )
+
+
+def test_a_result_file_of_unknown_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"result\.txt: the name must end in \.json, or in \.xml"):
+        check("chatlearn-data", "--output", str(tmp_path / "result.txt"))
+
+
 def test_what_does_not_apply_is_shown_with_the_reason(written) -> None:
     written("zed-generator", "generator")
     _, output = check("zed-generator")
@@ -101,7 +145,8 @@ def test_a_suite_that_lacks_something_is_not_run_and_says_what_to_give(written, 
     written("zed-reward", "reward")
     fake_environment.site.joinpath("zed_reward/conformance.py").unlink()
     code, output = check("zed-reward")
-    assert code == 0
+    assert code == 3
+    assert "so this is no pass (exit code 3)" in output
     assert "give 'cases' in zed_reward.conformance:SETTINGS['reward/zed']" in output
 
 
@@ -158,7 +203,7 @@ def test_the_limit_of_everything_is_told(written, fake_environment, monkeypatch:
 
 def test_kinds_without_a_suite_have_their_record_checked() -> None:
     code, output = check("chatlearn-data")
-    assert code == 0
+    assert code == 3
     assert any(line.split() == ["dataset", "sft", "record", "2", "0", "0", "passed"] for line in output.splitlines())
     assert "there is no suite for the kind dataset" in output
 

@@ -13,14 +13,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_hosting.stack_file import StackFile
-from chatlearn_testing.cli.check_entries import STACK_SIGNAL, Check
+from chatlearn_testing.cli.check_entries import STACK_SIGNAL, Check, TestRun
 
 START_S = 60.0
-"""Time added to the limit of a child's first test, in which it imports torch and pytest, seconds."""
+"""Time added to the limit until a child's first test, before which it imports torch and pytest, seconds."""
 
 
 @dataclass(slots=True)
@@ -33,9 +33,11 @@ class _Progress:
     """Names of the tests with a result."""
     running: str = ""
     """Name of the test that started last; empty if none did."""
+    began: float = 0.0
+    """When that test started, by ``time.monotonic``."""
     ended: bool = False
 
-    def add(self, test: str, verdict: str, reason: str) -> None:
+    def add(self, test: str, verdict: Literal["passed", "failed", "skipped"], reason: str) -> None:
         """Record a result in the latest check; a test with two results, such as of call and teardown, counts twice."""
         suite = self.checks[-1]
         told = f"{test}: {reason}" if test else reason
@@ -47,6 +49,7 @@ class _Progress:
             suite.not_applicable.append(told)
         if test:
             self.done.append(test)
+            suite.tests.append(TestRun(test, verdict, reason, round(time.monotonic() - self.began, 3)))
 
 
 def run_checks(
@@ -153,6 +156,7 @@ def _follow(reports: IO[bytes], waiting: Sequence[_Progress], test_limit_s: floa
     """Process a child's reports until it is done; returns ``hangs``, ``ended``, or an empty string on success."""
     text = b""
     current: _Progress | None = None
+    starting = True
     limit = time.monotonic() + test_limit_s + START_S
     with selectors.DefaultSelector() as selector:
         selector.register(reports, selectors.EVENT_READ)
@@ -165,7 +169,8 @@ def _follow(reports: IO[bytes], waiting: Sequence[_Progress], test_limit_s: floa
             *lines, text = (text + data).split(b"\n")
             for line in lines:
                 kind, *content = json.loads(line)
-                limit = time.monotonic() + test_limit_s
+                starting = starting and kind != "test"
+                limit = time.monotonic() + test_limit_s + (START_S if starting else 0.0)
                 if kind in ("entry", "end") and current is not None:
                     current.ended = True
                 if kind == "entry":
@@ -183,7 +188,7 @@ def _take(current: _Progress, kind: str, content: list[Any]) -> None:
         if (check.kind, check.name, check.suite) not in known:
             current.checks.append(check)
     elif kind == "test":
-        current.running = content[0]
+        current.running, current.began = content[0], time.monotonic()
     else:
         assert kind == "verdict", kind
         current.add(*content)

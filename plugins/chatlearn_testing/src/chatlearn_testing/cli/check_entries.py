@@ -49,6 +49,19 @@ starts, and with ``verdict``, a test's name, its result and the reason.
 
 
 @dataclass(slots=True)
+class TestRun:
+    """One run of a contract test."""
+
+    __test__ = False  # pytest must not collect it as a test class
+
+    name: str
+    verdict: Literal["passed", "failed", "skipped"]
+    reason: str
+    """Why it failed or does not apply."""
+    seconds: float
+
+
+@dataclass(slots=True)
 class Check:
     """One suite on one plugin."""
 
@@ -62,6 +75,8 @@ class Check:
     """``test: reason``"""
     not_run: str = ""
     """Reason why the suite did not run; empty if it did."""
+    tests: list[TestRun] = field(default_factory=list)
+    """Every test of a suite; a record's checks are not listed."""
 
     @property
     def verdict(self) -> Literal["passed", "failed", "not run"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -18,8 +17,9 @@ from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.sources import did_you_mean
 from chatlearn_core.plugins.table import table
 from chatlearn_testing.cli.check_entries import Check, entries_in
+from chatlearn_testing.cli.check_results import CheckResult, check_result_file, merged
 
-EXIT_FAILED = 1
+EXIT_FAILED, EXIT_NOT_RUN = 1, 3
 HEADER = ("KIND", "NAME", "SUITE", "PASSED", "FAILED", "NOT APPLICABLE", "")
 DEFAULT_TEST_LIMIT_S = 600.0
 DEFAULT_LIMIT_S = 3600.0
@@ -35,12 +35,24 @@ def check(
         typer.Option(help="module:function that loads --model as a plain module (token_ids [T] -> logits [T, V])."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    output: Annotated[
+        list[Path] | None,
+        typer.Option(help="Also write the result to a file: .json, or .xml for JUnit. Repeatable."),
+    ] = None,
+    stress: Annotated[int, typer.Option(min=1, help="Run the suites this often; a test must pass every time.")] = 1,
     test_timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds after which one test counts as hanging; the others go on.")
     ] = DEFAULT_TEST_LIMIT_S,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for everything.")] = DEFAULT_LIMIT_S,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds for everything, each time with --stress.")
+    ] = DEFAULT_LIMIT_S,
 ) -> None:
-    """Run the conformance suites on every plugin of a distribution; exit code 1 if one fails."""
+    """Run the conformance suites on every plugin of a distribution.
+
+    Exit code 1 if a test fails, 3 if a plugin has no suite or its suite could not be run.
+    """
+    for file in output or ():
+        check_result_file(file)
     registry = discover_plugins()
     entries = entries_of(registry, distribution)
     usable = [entry for entry in entries if entry.record is not None and entry.status == "ok"]
@@ -53,14 +65,22 @@ def check(
         from chatlearn_testing.cli.check_children import run_checks  # imports torch, which `plugins list` need not
 
         limits = {"test_limit_s": test_timeout, "limit_s": timeout}
-        checks += run_checks(usable[0].distribution, usable, model, reference, **limits)
+        checks += merged(
+            [run_checks(usable[0].distribution, usable, model, reference, **limits) for _ in range(stress)]
+        )
+    result = CheckResult(entries[0].distribution, checks, stress)
+    for file in output or ():
+        result.write(file)
     if as_json:
-        rows = [{**asdict(found), "verdict": found.verdict} for found in checks]
-        typer.echo(json.dumps({"distribution": entries[0].distribution, "checks": rows}, indent=2))
+        typer.echo(json.dumps(result.as_json(), indent=2))
     else:
         typer.echo(checks_text(checks))
-    if any(found.failures for found in checks):
-        raise typer.Exit(EXIT_FAILED)
+        if result.verdict == "passed":
+            typer.echo(f"\nFor the README of {result.distribution}:\n{result.badge()}")
+        elif result.verdict == "not run":
+            typer.echo("\nNothing failed, but not every plugin was tested, so this is no pass (exit code 3).")
+    if result.verdict != "passed":
+        raise typer.Exit(EXIT_FAILED if result.verdict == "failed" else EXIT_NOT_RUN)
 
 
 def entries_of(registry: PluginRegistry, distribution: str) -> list[PluginEntry]:
