@@ -23,6 +23,7 @@ from chatlearn_core.exceptions import (
     BackendTimeoutError,
     CheckpointError,
     ConfigError,
+    Interrupted,
     PluginError,
     TrainerLostError,
     WorkerPlace,
@@ -841,3 +842,21 @@ async def test_a_trainer_lost_while_it_writes_goes_back_to_the_checkpoint_before
     assert trained.steps == [1, 2, 3, 4, 5]
     assert not [name for name in trained.checkpoints if name.startswith(".")]
     assert "training continues from the beginning" in " ".join(trained.listener.said)
+
+
+async def test_a_run_interrupted_while_it_writes_completes_that_checkpoint_and_saves_its_last_step(
+    copying: Training,
+) -> None:
+    trained = copying("a")
+    running = asyncio.create_task(trained.run.train())
+
+    def after_update(number: int) -> None:
+        if number == 3:
+            running.cancel()
+            asyncio.get_running_loop().call_later(0.1, trained.runtime.may_write.set)
+
+    trained.runtime.after_update = after_update
+    with pytest.raises(Interrupted):
+        await running
+    assert trained.runtime.calls == ["update", "update", "begin", "update", "update", "finish", "save"]
+    assert trained.checkpoints == ["step_00000002", "step_00000004"], "step 4 was waiting for the writer of step 2"
