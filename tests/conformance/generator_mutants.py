@@ -399,13 +399,13 @@ MUTANTS = (
     ),
     _edit("abort_reported_as_stop", HALF_WAY, ABORTED, 'return rollout.completion("stop")'),
     _edit("abort_raises", HALF_WAY, ABORTED, 'raise BackendError(f"{self.name}: request {request.id!r} was aborted")'),
-    _edit("abort_does_nothing", NAMED, "rollout.aborted = True", "rollout.aborted = False"),
     _edit(
         "abort_of_ids_that_contain_it",
         NAMED,
         NAMED_HERE,
         "request_ids is None or any(i in rollout.request.id for i in request_ids)",
     ),
+    _edit("abort_does_nothing", NAMED, "rollout.aborted = True", "rollout.aborted = False"),
     _edit(
         "abort_of_ids_within_it",
         NAMED,
@@ -604,8 +604,8 @@ MUTANTS = (
         "self._policy_version, self._state, self._problem = policy_version, ",
         "self._policy_version, self._state, self._problem = self._policy_version + 2, ",
     ),
-    _edit("a_failed_sync_lets_requests_wait", FAILED_SYNC, FAILED, "continue"),
     _edit("a_failed_sync_without_the_id", FAILED_SYNC, FAILED, 'raise BackendError(f"{self.name} failed")'),
+    _edit("a_failed_sync_lets_requests_wait", FAILED_SYNC, FAILED, "continue"),
     _edit(
         "a_failed_sync_raises_runtime_error",
         FAILED_SYNC,
@@ -700,8 +700,8 @@ MUTANTS = (
         "self._paused = True",
         "self._paused = True\n        while self._rollouts or self._paused:\n            await asyncio.sleep(0)",
     ),
-    _edit("timeout_is_ignored", TIMEOUT, "asyncio.timeout(request.timeout_s)", "asyncio.timeout(None)"),
     _edit("timeout_without_the_id", TIMEOUT, "request {request.id!r} had no answer", "a request had no answer"),
+    _edit("timeout_is_ignored", TIMEOUT, "asyncio.timeout(request.timeout_s)", "asyncio.timeout(None)"),
     _edit(
         "timeout_returns",
         TIMEOUT,
@@ -748,16 +748,16 @@ MUTANTS = (
         '        self._offloaded -= set(parts)\n        if "weights" in parts:\n            self._weights = '
         "read_weights(Path(self._source.path))",
     ),
-    _edit("closed_without_an_end", CLOSED, CLOSE, "pass"),
     _edit("close_hides", CLOSED, CLOSE, f"{CLOSE}; self._problem = None"),
+    _edit("closed_without_an_end", CLOSED, CLOSE, "pass"),
     _edit("close_twice_fails", CLOSED, CLOSE, f"{CLOSE}; self._weights.pop(UNIGRAM)"),
     _edit("close_before_setup_fails", EARLY, CLOSE, f"{CLOSE}; self._weights[UNIGRAM]"),
     _edit(
         "serves_before_setup", EARLY, 'self._state: ReplicaState = "loading"', 'self._state: ReplicaState = "serving"'
     ),
+    _end("close_leaves_a_file", "Path(tempfile.mkstemp()[1]).write_text('left')"),
     _end("close_leaves_a_process", "subprocess.Popen(['sleep', '20'])"),
     _end("close_leaves_a_thread", "threading.Thread(target=time.sleep, args=(20,), daemon=True).start()"),
-    _end("close_leaves_a_file", "Path(tempfile.mkstemp()[1]).write_text('left')"),
     _end("close_leaves_a_folder", "tempfile.mkdtemp()"),
     _end("close_leaves_shared_memory", "Path(f'/dev/shm/chatlearn-{time.time()}').write_text('left')"),
     _edit(

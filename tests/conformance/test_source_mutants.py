@@ -116,7 +116,7 @@ def test_the_original_passes(kind: Kind, package: Path) -> None:
 
 
 def parameters() -> Iterator[Any]:
-    """Every mutant; of the generator's, the first that a contract test must catch, the others marked ``thorough``."""
+    """Every mutant; of the generator, the first for each contract test, the others marked ``thorough``."""
     seen: set[str] = set()
     for mutant in MUTANTS:
         repeats = mutant.kind == "generator" and mutant.caught_by in seen
