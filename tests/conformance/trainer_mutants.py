@@ -13,6 +13,7 @@ ASKED = "test_outputs_are_those_asked_for"
 TRACELESS = "test_compute_leaves_no_gradient"
 STEP = "test_a_step_is_as_long_as_its_rate"
 SEVERAL = "test_several_updates_are_resumed"
+FAILED = "test_an_update_that_fails_leaves_no_gradients"
 FRESH = "test_gradients_of_an_update_do_not_reach_the_next"
 CLIPPED = "test_large_gradients_are_clipped_once_by_their_norm"
 FINITE = "test_what_is_not_finite_on_its_own_is_refused"
@@ -53,6 +54,7 @@ def _edit(name: str, caught_by: str, old: str, new: str) -> SourceMutant:
     return SourceMutant("trainer", name, "trainer.py", old, new, caught_by)
 
 
+DROPPED = "self._optimizer.zero_grad()  # of the micro-batches before the failure"
 MUTANTS = (
     # Numbers
     _edit("norm_after_clipping", PLAIN, "return float(norm)", "return min(float(norm), 0.01)"),
@@ -86,6 +88,24 @@ MUTANTS = (
         FRESH,
         "        self._optimizer.zero_grad()\n        own",
         "        own",
+    ),
+    _edit(
+        "gradients_of_a_failed_update_stay",
+        FAILED,
+        DROPPED,
+        "pass",
+    ),
+    _edit(
+        "steps_with_the_gradients_before_a_failure",
+        FAILED,
+        DROPPED,
+        "self._optimizer.step(); self._optimizer.zero_grad()",
+    ),
+    _edit(
+        "errors_of_the_loss_are_swallowed",
+        FAILED,
+        f"{DROPPED}\n            raise",
+        f"{DROPPED}\n            return {{}}",
     ),
     # Clipping
     _edit("never_clips", CLIPPED, CLIP_BY_NORM, "pass"),

@@ -113,9 +113,8 @@ class ZeroModel:
         if zero.cpu_offload:
             zero._offload_accumulated_param_ids = set()
             zero.reset_cpu_buffers()
-        for group in list(zero.averaged_gradients):
-            zero.averaged_gradients[group] = None
-            zero.all_grad_tensors[group] = None
+        for kept in (zero.averaged_gradients, zero.all_grad_tensors):  # each is filled at another time
+            kept.update(dict.fromkeys(kept))
 
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
         """Return a context in which these parameters are whole on every rank. Collective."""

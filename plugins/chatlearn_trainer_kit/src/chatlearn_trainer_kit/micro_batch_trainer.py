@@ -115,10 +115,14 @@ class MicroBatchTrainer(RankTrainer[ModelT, torch.optim.Optimizer], Generic[Mode
         cut = self._cut(model, batch)
         totals: list[Tensor] = []
         parts: list[Metrics] = []
-        for number, (micro, layout) in enumerate(self._with_layouts(cut), start=1):
-            total, metrics = self._accumulate(model, micro, layout, loss, timer, is_last=number == len(cut))
-            totals.append(total)
-            parts.append(metrics)
+        try:
+            for number, (micro, layout) in enumerate(self._with_layouts(cut), start=1):
+                total, metrics = self._accumulate(model, micro, layout, loss, timer, is_last=number == len(cut))
+                totals.append(total)
+                parts.append(metrics)
+        except BaseException:
+            self._drop_gradients(model)  # of the micro-batches before the failure; the next update must not add them
+            raise
         with timer.phase("optimizer"):
             norm = self._grad_norm(model)
             values = torch.stack([*totals, norm.to(totals[0].device, totals[0].dtype)]).tolist()

@@ -135,6 +135,25 @@ class TrainerStepsContract(TrainerFixtures, ConformanceSuite):
         metrics = trainer.update(loss.prepare(_scaled(batch, 0.0)), loss)
         assert metrics["grad_norm"].value == 0.0, f"the gradient norm of a zero loss is {metrics['grad_norm'].value}"
 
+    def test_an_update_that_fails_leaves_no_gradients(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
+        """A loss that raises in its second micro-batch raises out of ``update``, and the next update is as if there had
+        been none: the gradients of the first micro-batch are gone, and no step was counted.
+        """
+        options = self.small_micro_batches()
+        trainer, other, loss = make_trainer(**options), make_trainer(**options), MaskedPolicyLoss()
+        failing = _FailingLoss(loss)
+        try:
+            trainer.update(loss.prepare(batch), failing)
+        except RuntimeError as error:
+            if _FAILURE not in str(error):
+                raise
+        else:
+            assert failing.calls == 1, "update swallowed the error of its loss"
+            not_applicable("the batch is one micro-batch")
+        found, expected = (each.update(loss.prepare(batch), loss) for each in (trainer, other))
+        assert found["grad_norm"].value == expected["grad_norm"].value, "gradients of the failed update stayed"
+        _assert_equal(stream(trainer), stream(other), "the failed update changed the next one")
+
     def test_large_gradients_are_clipped_once_by_their_norm(
         self, make_trainer: MakeTrainer, reference: torch.nn.Module, batch: TrainBatch
     ) -> None:
@@ -241,6 +260,25 @@ class TrainerStepsContract(TrainerFixtures, ConformanceSuite):
         if "warmup_steps" not in cls.options_model().model_fields:
             not_applicable("there is no option warmup_steps, and the suite sets no schedule_options")
         return {"warmup_steps": 4}
+
+
+_FAILURE = "this loss fails in its second micro-batch"
+
+
+class _FailingLoss:
+    """A loss that raises in its second call."""
+
+    def __init__(self, loss: MaskedPolicyLoss) -> None:
+        self.needs, self.unit, self.prepare = loss.needs, loss.unit, loss.prepare
+        self.calls = 0
+        self._loss = loss
+
+    def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
+        """See ``Loss``."""
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError(_FAILURE)
+        return self._loss(outputs, batch)
 
 
 @dataclass(frozen=True)

@@ -95,15 +95,19 @@ class AcmeTrainer:
                 "cannot update"
             )
         total, parts = 0.0, []
-        for indices in micro_batches(
-            batch.lengths, batch.unit_index.tolist(), self.options.max_tokens_per_micro_batch, at_least=1
-        ):
-            micro = batch.select(indices).to(self.context.device)
-            result = loss(self._outputs(model, micro, loss.needs), micro)
-            if result.total.requires_grad:
-                result.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-            total += float(result.total.detach())
-            parts.append(result.metrics)
+        try:
+            for indices in micro_batches(
+                batch.lengths, batch.unit_index.tolist(), self.options.max_tokens_per_micro_batch, at_least=1
+            ):
+                micro = batch.select(indices).to(self.context.device)
+                result = loss(self._outputs(model, micro, loss.needs), micro)
+                if result.total.requires_grad:
+                    result.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+                total += float(result.total.detach())
+                parts.append(result.metrics)
+        except BaseException:
+            self._optimizer.zero_grad()  # of the micro-batches before the failure
+            raise
         norm = self._clip(model)
         if not math.isfinite(total) or not math.isfinite(norm):
             self._optimizer.zero_grad()
