@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import dataset_mutants
 import generator_mutants
+import logger_mutants
 import numpy as np
 import pytest
 import reward_mutants
@@ -32,13 +34,18 @@ pytestmark = pytest.mark.slow
 
 TEMPLATES = Path(chatlearn_testing.__file__).parent / "template"
 MUTANTS = (
+    *dataset_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
+    *logger_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
     *trainer_mutants.MUTANTS,
     *weight_sync_mutants.MUTANTS,
 )
-KINDS: tuple[Kind, ...] = ("generator", "reward", "trainer", "weight_sync")
+KINDS: tuple[Kind, ...] = ("dataset", "generator", "logger", "reward", "trainer", "weight_sync")
+SAMPLED_KINDS: frozenset[Kind] = frozenset({"dataset", "generator", "logger"})
 HOOKS = {
+    "dataset": "chatlearn_datasets",
+    "logger": "chatlearn_loggers",
     "generator": "chatlearn_generators",
     "reward": "chatlearn_rewards",
     "trainer": "chatlearn_trainers",
@@ -116,11 +123,11 @@ def test_the_original_passes(kind: Kind, package: Path) -> None:
 
 
 def parameters() -> Iterator[Any]:
-    """Every mutant; of the generator, the first for each contract test, the others marked ``thorough``."""
-    seen: set[str] = set()
+    """Every mutant; of ``SAMPLED_KINDS``, those after the first for a contract test are marked ``thorough``."""
+    seen: set[tuple[str, str]] = set()
     for mutant in MUTANTS:
-        repeats = mutant.kind == "generator" and mutant.caught_by in seen
-        seen.add(mutant.caught_by)
+        repeats = mutant.kind in SAMPLED_KINDS and (mutant.kind, mutant.caught_by) in seen
+        seen.add((mutant.kind, mutant.caught_by))
         marks = [pytest.mark.thorough] if repeats else []
         yield pytest.param(mutant, id=f"{mutant.kind}-{mutant.name}", marks=marks)
 

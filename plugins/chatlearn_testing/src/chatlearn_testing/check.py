@@ -24,7 +24,9 @@ from chatlearn_testing.guard import suite_violations
 from chatlearn_testing.suites import (
     AlgorithmConformance,
     ConformanceSuite,
+    DatasetConformance,
     GeneratorConformance,
+    LoggerConformance,
     RewardConformance,
     RuntimeConformance,
     TrainerConformance,
@@ -43,6 +45,8 @@ SUITES: Mapping[str, type[ConformanceSuite]] = {
         WeightSyncConformance,
         RuntimeConformance,
         AlgorithmConformance,
+        DatasetConformance,
+        LoggerConformance,
     )
 }
 TEST_FILE = """\
@@ -126,8 +130,8 @@ def suite_class(
                 f"{record.kind} {record.name!r} is tested on a model: pass a model directory and a load_reference"
             )
         body |= {"load_reference": load_reference, "model_directory": _directory_fixture(model_directory)}
-    if issubclass(suite, RewardConformance) and "cases" not in body:
-        raise PluginError(f"reward {record.name!r} is tested on its own cases: pass them in settings['cases']")
+    if issubclass(suite, RewardConformance | DatasetConformance) and "cases" not in body:
+        raise PluginError(f"{record.kind} {record.name!r} is tested on its own cases: pass them in settings['cases']")
     name = "".join(
         part.capitalize() for part in (*record.name.replace("-", "_").split("_"), record.kind.split("_")[-1])
     )

@@ -201,11 +201,13 @@ def test_the_limit_of_everything_is_told(written, fake_environment, monkeypatch:
     assert "the limit of 5 s for everything (--timeout) was over before all tests were run" in output
 
 
-def test_kinds_without_a_suite_have_their_record_checked() -> None:
+def test_records_without_a_suite_or_cases_are_checked_and_are_no_pass() -> None:
     code, output = check("chatlearn-data")
     assert code == 3
     assert any(line.split() == ["dataset", "sft", "record", "2", "0", "0", "passed"] for line in output.splitlines())
-    assert "there is no suite for the kind dataset" in output
+    assert "there is no suite for the kind sampler" in output
+    assert "there is no suite for readers of files" in output
+    assert "no rows with known examples: give 'cases' in chatlearn_data.conformance:SETTINGS['dataset/sft']" in output
 
 
 @pytest.mark.parametrize(

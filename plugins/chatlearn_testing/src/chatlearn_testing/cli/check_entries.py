@@ -22,7 +22,7 @@ from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.exits import CODE_FIELDS
 from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.plugins.loader import describe, discover_plugins
-from chatlearn_core.plugins.records import Kind, PluginRecord
+from chatlearn_core.plugins.records import DatasetSpec, Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -36,6 +36,8 @@ SUITE_NAMES: Mapping[Kind, str] = {
     "weight_sync": "WeightSyncConformance",
     "runtime": "RuntimeConformance",
     "algorithm": "AlgorithmConformance",
+    "dataset": "DatasetConformance",
+    "logger": "LoggerConformance",
 }
 """Classes of ``chatlearn_testing.suites``, whose import takes seconds."""
 
@@ -141,8 +143,9 @@ def check_suite(
     record: PluginRecord, model: Path | None, reference: str | None, report: Report, done: Collection[str]
 ) -> None:
     """Run the conformance suite of a record's kind, if one exists and its settings are complete."""
-    if record.kind not in SUITE_NAMES:
-        none = Check(record.kind, record.name, "none", not_run=f"there is no suite for the kind {record.kind}")
+    if record.kind not in SUITE_NAMES or (isinstance(record, DatasetSpec) and record.reads):
+        what = f"the kind {record.kind}" if record.kind not in SUITE_NAMES else "readers of files"
+        none = Check(record.kind, record.name, "none", not_run=f"there is no suite for {what}")
         report("check", asdict(none))
         return
     found = Check(record.kind, record.name, SUITE_NAMES[record.kind])
@@ -189,6 +192,8 @@ def missing_settings(record: PluginRecord, settings: Mapping[str, Any], model: o
             return f"nothing to compare with: give --reference, or 'load_reference' in {where}"
     if record.kind == "reward" and "cases" not in settings:
         return f"no samples with known rewards: give 'cases' in {where}"
+    if record.kind == "dataset" and "cases" not in settings:
+        return f"no rows with known examples: give 'cases' in {where}"
     return ""
 
 

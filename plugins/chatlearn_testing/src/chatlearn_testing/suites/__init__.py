@@ -2,7 +2,9 @@
 
 from chatlearn_testing.suites.algorithm import AlgorithmConformance
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites.dataset import DatasetConformance, RowCase
 from chatlearn_testing.suites.generator import GeneratorConformance
+from chatlearn_testing.suites.logger import LoggerConformance
 from chatlearn_testing.suites.reward import RewardCase, RewardConformance
 from chatlearn_testing.suites.runtime import RuntimeConformance
 from chatlearn_testing.suites.trainer import TrainerConformance
@@ -11,9 +13,12 @@ from chatlearn_testing.suites.weight_sync import WeightSyncConformance
 __all__ = [
     "AlgorithmConformance",
     "ConformanceSuite",
+    "DatasetConformance",
     "GeneratorConformance",
+    "LoggerConformance",
     "RewardCase",
     "RewardConformance",
+    "RowCase",
     "RuntimeConformance",
     "TrainerConformance",
     "WeightSyncConformance",

@@ -2,11 +2,18 @@ from __future__ import annotations
 
 import pytest
 from chatlearn_core.exceptions import DataError
+from chatlearn_testing.suites import DatasetConformance
 
+from acme_plugin.conformance import SETTINGS
 from acme_plugin.dataset import AcmeFormat
 from acme_plugin.options import AcmeOptions
 
 ROW = {"id": 3, "question": "Largest planet?", "choices": ["Mars", "Jupiter", "Venus"], "answer": 1, "level": "easy"}
+
+
+class TestConformance(DatasetConformance):
+    backend = "acme"
+    cases = SETTINGS["dataset/acme"]["cases"]
 
 
 def parse(**changes: object) -> object:
