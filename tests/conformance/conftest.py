@@ -14,6 +14,7 @@ NAMES = (
     "generator_mutants",
     "logger_mutants",
     "reward_mutants",
+    "sampler_mutants",
     "trainer_mutants",
     "weight_sync_mutants",
 )

@@ -19,6 +19,7 @@ import logger_mutants
 import numpy as np
 import pytest
 import reward_mutants
+import sampler_mutants
 import torch
 import trainer_mutants
 import weight_sync_mutants
@@ -38,16 +39,18 @@ MUTANTS = (
     *generator_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
+    *sampler_mutants.MUTANTS,
     *trainer_mutants.MUTANTS,
     *weight_sync_mutants.MUTANTS,
 )
-KINDS: tuple[Kind, ...] = ("dataset", "generator", "logger", "reward", "trainer", "weight_sync")
-SAMPLED_KINDS: frozenset[Kind] = frozenset({"dataset", "generator", "logger"})
+KINDS: tuple[Kind, ...] = ("dataset", "generator", "logger", "reward", "sampler", "trainer", "weight_sync")
+SAMPLED_KINDS: frozenset[Kind] = frozenset({"dataset", "generator", "logger", "sampler"})
 HOOKS = {
     "dataset": "chatlearn_datasets",
     "logger": "chatlearn_loggers",
     "generator": "chatlearn_generators",
     "reward": "chatlearn_rewards",
+    "sampler": "chatlearn_samplers",
     "trainer": "chatlearn_trainers",
     "weight_sync": "chatlearn_weight_syncs",
 }

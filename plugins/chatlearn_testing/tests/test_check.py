@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chatlearn_core.exceptions import PluginError
-from chatlearn_core.plugins.records import SamplerSpec
+from chatlearn_core.plugins.records import StepPolicySpec
 from chatlearn_testing.check import SUITES, run_conformance, suite_class, suites_for
 from chatlearn_testing.fakes import records
 from chatlearn_testing.fakes.bigram import build_bigram_model
@@ -24,8 +24,8 @@ def test_every_kind_of_backend_has_a_suite() -> None:
 
 
 def test_a_kind_without_a_suite_is_an_error_that_lists_the_kinds_with_one() -> None:
-    with pytest.raises(PluginError, match=rf"sampler 'acme'.*{', '.join(sorted(SUITES))}"):
-        suites_for(SamplerSpec(name="acme", factory="a:b", options="a:c"))
+    with pytest.raises(PluginError, match=rf"step_policy 'acme'.*{', '.join(sorted(SUITES))}"):
+        suites_for(StepPolicySpec(name="acme", factory="a:b", options="a:c"))
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from chatlearn_testing.suites import (
     LoggerConformance,
     RewardConformance,
     RuntimeConformance,
+    SamplerConformance,
     TrainerConformance,
     WeightSyncConformance,
 )
@@ -47,6 +48,7 @@ SUITES: Mapping[str, type[ConformanceSuite]] = {
         AlgorithmConformance,
         DatasetConformance,
         LoggerConformance,
+        SamplerConformance,
     )
 }
 TEST_FILE = """\

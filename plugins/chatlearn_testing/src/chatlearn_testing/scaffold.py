@@ -34,6 +34,7 @@ class TemplateKind(StrEnum):
     algorithm = "algorithm"
     dataset = "dataset"
     logger = "logger"
+    sampler = "sampler"
 
 
 TEMPLATE_KINDS = tuple(kind.value for kind in TemplateKind)

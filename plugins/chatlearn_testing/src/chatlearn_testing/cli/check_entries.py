@@ -38,6 +38,7 @@ SUITE_NAMES: Mapping[Kind, str] = {
     "algorithm": "AlgorithmConformance",
     "dataset": "DatasetConformance",
     "logger": "LoggerConformance",
+    "sampler": "SamplerConformance",
 }
 """Classes of ``chatlearn_testing.suites``, whose import takes seconds."""
 

@@ -7,6 +7,7 @@ from chatlearn_testing.suites.generator import GeneratorConformance
 from chatlearn_testing.suites.logger import LoggerConformance
 from chatlearn_testing.suites.reward import RewardCase, RewardConformance
 from chatlearn_testing.suites.runtime import RuntimeConformance
+from chatlearn_testing.suites.sampler import SamplerConformance
 from chatlearn_testing.suites.trainer import TrainerConformance
 from chatlearn_testing.suites.weight_sync import WeightSyncConformance
 
@@ -20,6 +21,7 @@ __all__ = [
     "RewardConformance",
     "RowCase",
     "RuntimeConformance",
+    "SamplerConformance",
     "TrainerConformance",
     "WeightSyncConformance",
 ]
