@@ -158,6 +158,27 @@ def test_rows_with_equal_sides_end_the_run_or_are_counted(offline: Any, chatlear
     assert "completions 0 and 1 are equal" in accepted.output
 
 
+def test_eval_compares_the_trained_model_with_the_reference_of_the_run(offline: Any, chatlearn: Any) -> None:
+    """A frozen role without a model of its own keeps the run's model, not the evaluated one."""
+    recipe = offline("dpo", {"trainer": TRAINER, "reference": FROZEN}, steps=2)
+    finished = chatlearn("run", recipe.file)
+    assert finished.code == 0, finished.output
+    measured = {key: value for key, value in lines(recipe.run_dir)[-1].items() if key.startswith("eval/")}
+    assert measured["eval/margin"] > 1e-3, "the policy is no longer the reference"
+
+    model = recipe.run_dir / "model"
+    evaluated = chatlearn("eval", recipe.file, "--checkpoints", "all", "--model", model)
+    assert evaluated.code == 0, evaluated.output
+    results = json.loads((recipe.run_dir / "evaluation" / "metrics.json").read_text())["evaluations"]
+    alone = chatlearn("eval", recipe.file, "--json")
+    assert alone.code == 0, alone.output
+    results.append({"metrics": json.loads(alone.output.splitlines()[-1])})
+    assert results[-1]["metrics"].pop("model") == str(model)
+    assert [one.get("step") for one in results[-3:]] == [2, None, None]
+    for one in results[-3:]:
+        assert one["metrics"] == pytest.approx(measured, rel=1e-5, abs=1e-6)
+
+
 def events(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
