@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from chatlearn_algorithms.group_advantages import Floats, group_advantages
+from chatlearn_algorithms.group_relative import GroupRelative
 from chatlearn_algorithms.grpo_options import GRPOOptions
-from chatlearn_algorithms.policy_gradient import ClippedPolicyGradient, GroupRelative
+from chatlearn_algorithms.policy_gradient import ClippedPolicyGradient
 from chatlearn_algorithms.policy_gradient_options import NormalisedOptions
-from chatlearn_algorithms.process_supervision import derive_process_advantages, without_token_rewards
-from chatlearn_core.types import Derived, TrainBatch
+from chatlearn_algorithms.process_supervision import derive_process_advantages, differ, without_token_rewards
+from chatlearn_core.types import Derived, RewardResult, TrainBatch
 
 NormalisedT = TypeVar("NormalisedT", bound=NormalisedOptions)
 
@@ -38,3 +40,7 @@ class GRPO(GroupNormalised[GRPOOptions], ClippedPolicyGradient[GRPOOptions]):
             self.group_advantages,
             drop_zero_spread=self.options.drop_zero_spread_groups,
         )
+
+    def has_spread(self, rewards: Sequence[RewardResult]) -> bool:
+        """Verdicts differ, or with ``supervision=process`` those of completions without their steps, or of steps."""
+        return super().has_spread(rewards) if self.options.supervision == "outcome" else differ(rewards)

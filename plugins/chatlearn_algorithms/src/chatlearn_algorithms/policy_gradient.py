@@ -9,19 +9,17 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from chatlearn_algorithms.adaptive_kl import AdaptiveKL
-from chatlearn_algorithms.group_advantages import Floats, derive_group_advantages
 from chatlearn_algorithms.objectives import Clip, Objective
-from chatlearn_algorithms.policy_gradient_options import ClippedOptions, GroupOptions, PolicyGradientOptions
+from chatlearn_algorithms.policy_gradient_options import ClippedOptions, PolicyGradientOptions
 from chatlearn_algorithms.policy_loss import ImportanceCorrection, PolicyLoss
 from chatlearn_algorithms.scored_rewards import KLPenalty, ScoredRewards, scored_rewards
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import Algorithm, AlgorithmContext, RoleUpdate
-from chatlearn_core.types import KEPT_IDS, Derived, LogprobBasis, Metric, TrainBatch
+from chatlearn_core.types import KEPT_IDS, LogprobBasis, Metric, TrainBatch
 from chatlearn_losses import check_same_basis
 
 OptionsT = TypeVar("OptionsT", bound=PolicyGradientOptions)
 ClippedT = TypeVar("ClippedT", bound=ClippedOptions)
-GroupT = TypeVar("GroupT", bound=GroupOptions)
 
 
 class PolicyGradient(Algorithm, Generic[OptionsT]):
@@ -159,23 +157,6 @@ class ClippedPolicyGradient(PolicyGradient[ClippedT]):
 
     def objective(self, options: ClippedT) -> Objective:
         return Clip(options.clip_low, options.clip_high, options.dual_clip)
-
-
-class GroupRelative(PolicyGradient[GroupT]):
-    """A policy gradient whose advantages compare the completions of a prompt; a subclass defines how."""
-
-    def group_advantages(self, rewards: Floats) -> Floats:
-        """[G] advantages of one group from its rewards, which are not all equal."""
-        raise NotImplementedError
-
-    def advantages(self, batch: TrainBatch, step: int) -> Derived:
-        """Compute advantages relative to the other completions of the same prompt."""
-        return derive_group_advantages(
-            batch,
-            self.scored(batch, step),
-            self.group_advantages,
-            drop_zero_spread=self.options.drop_zero_spread_groups,
-        )
 
 
 def check_reference(options: PolicyGradientOptions, context: AlgorithmContext) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,13 +20,22 @@ from chatlearn_algorithms.group_advantages import (
     without_spread,
 )
 from chatlearn_algorithms.scored_rewards import ScoredRewards
-from chatlearn_core.types import Derived, Metric, TrainBatch
+from chatlearn_core.types import Derived, Metric, RewardResult, TrainBatch
 from chatlearn_core.types.scored_batch import STEP_ENDS, TOKEN_REWARDS
 
 
 def without_token_rewards(batch: TrainBatch) -> TrainBatch:
     """The batch with the rewards of whole completions alone."""
     return replace(batch, token_data={name: of for name, of in batch.token_data.items() if name != TOKEN_REWARDS})
+
+
+def differ(rewards: Sequence[RewardResult]) -> bool:
+    """Whether a group has spread: of several completions, their own rewards differ, or those of all their steps."""
+    steps: set[float] = set()
+    for reward in rewards:
+        if reward.token_values is not None and reward.step_ends is not None:
+            steps |= {float(value) for value in reward.token_values[reward.step_ends]}
+    return len(rewards) >= MIN_GROUP and (len({reward.value for reward in rewards}) > 1 or len(steps) > 1)
 
 
 def derive_process_advantages(

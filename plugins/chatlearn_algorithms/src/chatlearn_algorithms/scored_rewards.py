@@ -22,8 +22,10 @@ class ScoredRewards:
 
     verdicts: Tensor
     """[S] the rewards of the reward roles: the verdict plus the rewards of single tokens."""
+    shaped: Tensor
+    """[S] verdicts with shaping."""
     outcomes: Tensor
-    """[S] rewards with shaping and without the KL."""
+    """[S] verdicts with shaping, minus the KL in the reward."""
     tokens: Tensor
     """[T] rewards at the tokens that the policy sampled; the verdict is at the last one."""
     metrics: Metrics
@@ -39,7 +41,7 @@ class KLPenalty:
     """Whether log-ratios are clipped to ±20, so that a token of probability 0 does not make other advantages infinite.
     """
     policy_logprobs: str
-    """``token_data``"""
+    """``token_data``, [T] of the sampled tokens; for ``full`` [T, k] of the reference's most likely ones."""
     reference_logprobs: str
 
     def __call__(self, batch: TrainBatch) -> Tensor:
@@ -70,11 +72,12 @@ def scored_rewards(
     Raises:
         FlowError: the batch has no rewards.
     """
-    verdicts = outcomes = _verdicts(batch)
+    verdicts = shaped = _verdicts(batch)
     of_sequences = batch.sequence_data["reward"].double() if batch.num_sequences else verdicts
     if bonus is not None:
-        outcomes, of_sequences = outcomes + bonus, of_sequences + bonus
+        shaped, of_sequences = shaped + bonus, of_sequences + bonus
     tokens = rewards_at_actions(batch, of_sequences, batch.token_data.get("token_rewards"))
+    outcomes = shaped
     metrics: Metrics = {}
     if batch.num_sequences:
         metrics["reward"] = Metric(float(verdicts.sum()), batch.num_sequences)
@@ -87,7 +90,7 @@ def scored_rewards(
         tokens = tokens - penalty.coef * kl
         outcomes = outcomes - penalty.coef * kl.new_zeros(batch.num_sequences).index_add_(0, batch.sequence_index, kl)
         metrics["reward_kl"] = Metric(float(kl.sum()), float(batch.loss_mask.sum()))
-    return ScoredRewards(verdicts, outcomes, tokens, metrics)
+    return ScoredRewards(verdicts, shaped, outcomes, tokens, metrics)
 
 
 def components(batch: TrainBatch, weights: Mapping[str, float]) -> dict[str, Tensor]:
@@ -132,5 +135,5 @@ def _check_present(batch: TrainBatch, names: tuple[str, ...]) -> None:
         raise FlowError(
             f"kl_placement=reward reads {', '.join(missing)}, which samples {batch.sample_ids[0]} ... "
             f"{batch.sample_ids[-1]} do not have (they have {', '.join(sorted(batch.token_data)) or 'nothing'}). The "
-            "flow must join <role>.logprobs(samples) of the policy and of the reference"
+            "flow must join the outputs of policy and reference: <role>.logprobs(samples) gives <role>_logprobs"
         )
