@@ -20,7 +20,7 @@ from chatlearn_algorithms.reinforce_options import MaxRLOptions, ReinforcePPOpti
         (
             GRPOOptions,
             {"kl_placement": "reward", "kl_estimator": "k3_straight_through"},
-            "differs in its gradient alone.* set kl_estimator: k1, k2 or k3",
+            "differs in its gradient alone.* set kl_estimator: k1, k2, k3 or full",
         ),
         (GRPOOptions, {"kl_estimator": "full", "kl_weight": "score"}, "kl_estimator=full needs no correction"),
         (GRPOOptions, {"kl_target": 0.1}, "kl_target=0.1 adapts kl_coef by factors"),

@@ -61,7 +61,10 @@ class PolicyGradient(Algorithm, Generic[OptionsT]):
         roles = self.options.roles
         parts = [] if roles.reward is None else [getattr(m, roles.reward).score(samples)]
         if self.options.kl_coef and self.options.kl_estimator == "full":
-            parts.append(getattr(m, roles.reference).topk(samples, k=self.options.kl_top_k))
+            likely = getattr(m, roles.reference).topk(samples, k=self.options.kl_top_k)
+            parts.append(likely)
+            if self.options.kl_placement == "reward":
+                parts.append(getattr(m, roles.policy).logprobs_at(likely, ids=f"{roles.reference}_topk_ids"))
         elif self.options.kl_coef:
             parts.append(self.scored_tokens(getattr(m, roles.reference), samples))
         if self.options.recompute_old_logprobs:
@@ -78,10 +81,12 @@ class PolicyGradient(Algorithm, Generic[OptionsT]):
         """Return the samples' rewards, including shaping and a KL in the reward."""
         options, penalty = self.options_at(step), None
         if options.kl_coef and options.kl_placement == "reward":
-            assert options.kl_estimator in ("k1", "k2", "k3"), "the options refuse all other values"
-            reference = f"{options.roles.reference}_{self.logprobs}"
+            assert options.kl_estimator in ("k1", "k2", "k3", "full"), "the options refuse all other values"
+            compared = (self.old_logprobs, f"{options.roles.reference}_{self.logprobs}")
+            if options.kl_estimator == "full":
+                compared = (f"{options.roles.policy}_logprobs_at", f"{options.roles.reference}_topk_logprobs")
             clamps = options.kl_clamp != "none"
-            penalty = KLPenalty(options.kl_coef, options.kl_estimator, clamps, self.old_logprobs, reference)
+            penalty = KLPenalty(options.kl_coef, options.kl_estimator, clamps, *compared)
         scored = scored_rewards(batch, penalty=penalty, bonus=self.bonus(batch))
         if self.adaptive_kl is not None:
             scored.metrics["kl_coef"] = Metric(options.kl_coef)

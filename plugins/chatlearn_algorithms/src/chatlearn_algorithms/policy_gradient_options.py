@@ -154,11 +154,10 @@ class PolicyGradientOptions(BaseModel):
                 f"kl_weight={self.kl_weight} and kl_estimator={self.kl_estimator} each give the KL its"
                 f" whole gradient; together they would double it: set kl_weight: none, or kl_estimator: k1 or k3"
             )
-        if self.kl_placement == "reward" and self.kl_estimator not in ("k1", "k2", "k3"):
-            what = "is computed with the loss" if self.kl_estimator == "full" else "differs in its gradient alone"
+        if self.kl_placement == "reward" and self.kl_estimator.endswith("_straight_through"):
             problems.append(
-                f"kl_estimator={self.kl_estimator} {what}, but kl_placement=reward subtracts a number"
-                f" from the reward: set kl_estimator: k1, k2 or k3, or kl_placement: loss"
+                f"kl_estimator={self.kl_estimator} differs in its gradient alone, but kl_placement=reward subtracts a"
+                f" number from the reward: set kl_estimator: k1, k2, k3 or full, or kl_placement: loss"
             )
         if self.kl_target is not None and not self.kl_coef:
             problems.append(

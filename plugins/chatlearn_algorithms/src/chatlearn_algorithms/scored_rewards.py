@@ -12,7 +12,7 @@ from torch import Tensor
 
 from chatlearn_core.exceptions import FlowError
 from chatlearn_core.types import Metric, Metrics, TrainBatch
-from chatlearn_losses import kl_estimate, masked_difference, rewards_at_actions
+from chatlearn_losses import kl_estimate, masked_difference, rewards_at_actions, topk_kl
 from chatlearn_losses.kl import MAX_LOG_DIFFERENCE
 
 
@@ -36,7 +36,8 @@ class KLPenalty:
     """−β KL_t of each sampled token, from the logprobs at the beginning of the step (arXiv 2203.02155, eq. 2)."""
 
     coef: float
-    estimator: Literal["k1", "k2", "k3"]
+    estimator: Literal["k1", "k2", "k3", "full"]
+    """``full``: over the reference's most likely tokens and one class for all others."""
     clamps: bool
     """Whether log-ratios are clipped to ±20, so that a token of probability 0 does not make other advantages infinite.
     """
@@ -52,6 +53,8 @@ class KLPenalty:
         """
         _check_present(batch, (self.policy_logprobs, self.reference_logprobs))
         policy, reference = batch.token_data[self.policy_logprobs], batch.token_data[self.reference_logprobs]
+        if self.estimator == "full":
+            return torch.where(batch.loss_mask, topk_kl(policy.double(), reference.double()), 0.0)
         x = masked_difference(reference.double(), policy.double(), batch.loss_mask)
         if self.clamps:
             x = x.clamp(-MAX_LOG_DIFFERENCE, MAX_LOG_DIFFERENCE)
