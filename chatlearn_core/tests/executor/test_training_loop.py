@@ -19,6 +19,8 @@ from chatlearn_core.exceptions import BackendError
 from chatlearn_core.executor.learning_plan import learning_plan
 from chatlearn_core.executor.progress import RunListener
 from chatlearn_core.executor.run import Run
+from chatlearn_core.executor.sample_metrics import DISCARDED
+from chatlearn_core.executor.step_samples import num_sampled_tokens
 from chatlearn_core.flow import trace
 from chatlearn_core.plugins.observers import Observer, Observers
 from chatlearn_core.plugins.records import RuntimeSpec
@@ -348,11 +350,11 @@ async def test_what_a_step_does_not_take_waits_or_is_too_old(max_staleness: int,
         [old] = [s for s in looped.taken if s.id == "p6@0#0"]
         assert old.token_data["generator_logprobs"][-1] == -1.0, "the first weights sampled it"
         assert old.token_data["learner_logprobs"][-1] == -2.0, "logprobs are of the weights that the updates begin with"
-        assert "rollout/discarded_tokens" not in second
+        assert "rollout/discarded_tokens/stale" not in second
     else:
         assert second["rollout/staleness_max"] == 0
         assert second["samples/excluded/stale"] == 8
-        assert second["rollout/discarded_tokens"] > 0
+        assert second["rollout/discarded_tokens/stale"] > 0
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 5])
@@ -375,6 +377,13 @@ async def test_every_admitted_sample_is_trained_as_planned_or_excluded_with_a_re
     assert reasons.total() == totals["samples/excluded"]
     assert reasons["zero_spread"] == sum(reason == "zero_spread" for reason in taken.values())
     assert bool(reasons["stale"]) == (max_staleness == 0)
+    discarded = Counter[str]()
+    for line in looped.lines:
+        discarded.update({k.rpartition("/")[2]: int(v) for k, v in line.items() if k.startswith(f"{DISCARDED}/")})
+    assert discarded.total() == totals[DISCARDED] == sum(line.get(DISCARDED, 0) for line in looped.lines)
+    assert discarded["zero_spread"] == num_sampled_tokens([one for one in looped.taken if one.exclusion is not None])
+    assert discarded.keys() == reasons.keys()
+    assert (looped.lines[-1].get("rollout/buffered_tokens", 0) > 0) == (left > 0)
 
 
 async def test_the_policy_version_counts_syncs_and_not_steps(loop: Loop) -> None:

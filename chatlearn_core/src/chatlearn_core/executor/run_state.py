@@ -16,7 +16,10 @@ from chatlearn_core.executor.rollout_buffer import RolloutBuffer
 from chatlearn_core.executor.rollouts.pending import Group
 from chatlearn_core.protocols.decisions import Stateful
 
-COUNTED = ("samples/admitted", "samples/total", "samples/trained", "samples/excluded", "perf/trained_tokens")
+COUNTED = (
+    *("samples/admitted", "samples/total", "samples/trained", "samples/excluded"),
+    *("rollout/discarded_tokens", "perf/trained_tokens"),
+)
 """Metrics summed over the whole run, in checkpoints and in the summary."""
 
 

@@ -48,8 +48,7 @@ class GDPO(GroupBased[GDPOOptions], ClippedPolicyGradient[GDPOOptions]):
                 total[members] += weight * torch.from_numpy(normalised)
         exclusions = groups_too_small(batch)
         if options.drop_zero_spread_groups:
-            exclusions, discarded = without_spread(batch, *rewards.values())
-            metrics |= discarded
+            exclusions = without_spread(batch, *rewards.values())
         if options.whiten_over == "token":
             advantages = whiten(total[batch.sequence_index], trained_tokens(batch, exclusions)).float()
             return Derived({"advantages": advantages}, {}, exclusions, metrics)

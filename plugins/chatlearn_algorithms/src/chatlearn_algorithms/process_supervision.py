@@ -79,8 +79,7 @@ def derive_process_advantages(
         metrics["zero_spread_groups"] = Metric(float(sum(flat)), len(groups))
         metrics["reward_steps"] = Metric(float(steps.ends.sum()), batch.num_sequences)
     if drop_zero_spread:
-        exclusions, discarded = without_spread(batch, outcomes.verdicts, steps.spread())
-        metrics |= discarded
+        exclusions = without_spread(batch, outcomes.verdicts, steps.spread())
     return Derived({"advantages": torch.where(batch.loss_mask, advantages, 0.0).float()}, {}, exclusions, metrics)
 
 

@@ -36,8 +36,7 @@ class ReinforcePPBaseline(GroupBased[ReinforcePPBaselineOptions], ClippedPolicyG
         scored = self.scored(batch, step)
         exclusions, metrics = groups_too_small(batch), scored.metrics | spread_metrics(batch, scored)
         if self.options.drop_zero_spread_groups:
-            exclusions, discarded = without_spread(batch, scored.verdicts)
-            metrics |= discarded
+            exclusions = without_spread(batch, scored.verdicts)
         centred = scored.tokens - rewards_at_actions(batch, group_means(batch, scored.shaped))
         returns = discounted_returns(centred, batch, gamma=self.options.gamma)
         advantages = whiten(returns, trained_tokens(batch, exclusions)).float()
