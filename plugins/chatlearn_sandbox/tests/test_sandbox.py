@@ -162,6 +162,41 @@ def test_one_that_does_not_end_is_ended(source, ended, sandbox):
     assert len(result.errors) <= 64 << 10
 
 
+SEVERAL = """
+import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        os.setsid()
+        mine = bytearray(os.urandom(1 << 20)) * 60
+        time.sleep(600)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "none"])
+def test_several_processes_may_not_fill_the_memory(sandbox, isolation):
+    """Each of seven has far less than a process may; together they have 360 MiB."""
+    limits = Limits(wall_s=20, memory_bytes=256 << 20, max_processes=8, total_memory_bytes=128 << 20)
+    result = judge(Sandbox(limits, isolation=isolation), SEVERAL)
+    assert (result.ended, result.code) == ("out_of_memory", None)
+
+
+def test_memory_that_processes_share_counts_once(sandbox):
+    """Six children of a process with 100 MiB that write nothing: 700 MiB would be over the limit of 256."""
+    source = """
+import os, time
+mine = bytearray(os.urandom(1 << 20)) * 100
+for _ in range(6):
+    if os.fork() == 0:
+        time.sleep(0.5)
+        os._exit(0)
+time.sleep(0.5)
+print("done")
+"""
+    result = judge(sandbox, source)
+    assert (result.ended, result.code, result.output) == ("exited", 0, b"done\n")
+
+
 def test_cpu_time_of_several_processes_is_limited_each(sandbox):
     result = judge(Sandbox(Limits(wall_s=20, cpu_s=1)), "while True: pass")
     assert (result.ended, result.code) == ("exited", -24)  # SIGXCPU

@@ -40,7 +40,12 @@ class PythonOptions(BaseModel):
     kind: Literal["python"] = "python"
     name: str = "python"
     timeout_s: float = Field(10.0, gt=0, le=3600, description="Time limit of a program, seconds.")
-    memory_mb: int = Field(512, ge=32, le=1 << 20, description="Address space of each process of a program, MiB.")
+    memory_mb: int = Field(
+        512,
+        ge=32,
+        le=1 << 20,
+        description="Address space of each process of a program, and memory of all, MiB.",
+    )
     max_processes: int = Field(16, ge=1, le=4096, description="Processes and threads that a program may have at once.")
     disk_mb: int = Field(32, ge=1, le=1 << 20, description="Total size of the files that a program may write, MiB.")
     output_kb: int = Field(256, ge=1, le=1 << 16, description="Largest standard output of a program, KiB.")
