@@ -1,4 +1,4 @@
-"""The suite for algorithms on every algorithm of this distribution, with its defaults and with options that matter."""
+"""The suite for algorithms on every algorithm, with the settings of `plugins check` and with options that matter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from chatlearn_algorithms import plugin
+from chatlearn_algorithms.conformance import SETTINGS
 from chatlearn_testing.check import run_conformance
 
 RECORDS = {record.name: record for record in plugin.chatlearn_algorithms()}
@@ -14,10 +15,7 @@ REFERENCE = {"reference": "trainer"}
 KL = {"kl_coef": 0.1, "entropy_coef": 0.01}
 TRUNCATED = {"top_k": 8, "max_kept_ids": 8}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in RECORDS},
-    "cispo": ("cispo", {"detaches": True}),
-    "gspo": ("gspo", {"detaches": True}),
-    "gdpo": ("gdpo", {"options": {"rewards": {"correct": 1, "short": 0.5}}, "reward_components": ("correct", "short")}),
+    **{name: (name, SETTINGS.get(f"algorithm/{name}", {})) for name in RECORDS},
     "grpo-process": ("grpo", {"options": {"supervision": "process"}, "reward_steps": True}),
     "grpo-kl": ("grpo", {"options": KL | {"importance_correction": "truncate"}, "roles": REFERENCE}),
     "grpo-full-kl": ("grpo", {"options": {"kl_coef": 0.1, "kl_estimator": "full"}, "roles": REFERENCE}),

@@ -199,9 +199,14 @@ def missing_settings(record: PluginRecord, settings: Mapping[str, Any], model: o
 
 
 def load_settings(record: PluginRecord) -> Settings:
-    """Import ``SETTINGS`` of the plugin's package; empty if the package has no such module."""
+    """Import ``SETTINGS`` of the plugin's package; empty if the package has no such module, or is a single module."""
     name = f"{package_of(record)}.{SETTINGS_MODULE}"
-    if find_spec(name) is None:
+    try:
+        if find_spec(name) is None:
+            return {}
+    except ModuleNotFoundError as error:
+        if error.name != name:  # that of a parent that is no package
+            raise
         return {}
     settings: Settings = importlib.import_module(name).SETTINGS
     return settings
