@@ -235,10 +235,11 @@ class Session:
 
     def _prompt_ids(self, request: ChatRequest, point: _Point | None, index: int) -> TokenIds:
         """[P] the recorded tokens and those of the messages behind them."""
+        messages = self.reader.for_template(request.messages)
         try:
             if point is None:
-                return self.reader.renderer.prompt(request.messages, request.tools).token_ids
-            added = self.reader.renderer.continuation(request.messages, index, point.turn.end_id, request.tools)
+                return self.reader.renderer.prompt(messages, request.tools).token_ids
+            added = self.reader.renderer.continuation(messages, index, point.turn.end_id, request.tools)
         except (DataError, ModelError) as error:
             raise RefusedError("invalid", str(error), "messages") from error
         return np.concatenate([point.sequence.builder.token_ids[: point.num_tokens], added])
@@ -253,7 +254,7 @@ class Session:
         digest: bytes,
     ) -> Reply:
         """What the protocols report of a completion."""
-        turn = self.reader.read(completion, has_tools=bool(request.tools), in_pieces=request.streams)
+        turn = self.reader.read(completion, tools=request.tools, in_pieces=request.streams)
         ids = completion.token_ids.tolist()
         calls = tuple(
             ToolCall(hashlib.sha256(f"{self.context.id}/{number}/{i}".encode()).hexdigest()[:9], *call)
