@@ -1,7 +1,9 @@
-"""Sessions without a server: what becomes of the tokens of thinking models, with their published chat templates."""
+"""Sessions without a server: the tokens of thinking models, with their published chat templates, and bad requests."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from chatlearn_chat import ChatTemplateRenderer
 from chatlearn_chat.turn_reader import TurnReader
 from chatlearn_core.protocols import RolloutContext, RolloutOrder
 from chatlearn_core.types import Prompt, SamplingParams
-from chatlearn_gateway.chat import ChatRequest, Reply
+from chatlearn_gateway.chat import ChatRequest, RefusedError, Reply
 from chatlearn_gateway.session import Session
 from chatlearn_hf.tiny import build_tiny_tokenizer
 from chatlearn_testing.fakes.scripted import Scripted
@@ -26,7 +28,8 @@ def session_of(tokenizer: Any, *texts: Any, **limits: Any) -> tuple[Session, Scr
     prompt = Prompt("p", np.array([5, 6], np.int64), "what is 1 + 1?")
     order = RolloutOrder("p@0#0", "p@0", prompt, SamplingParams(50), 7, limits.get("max_tokens", 1000), 60.0, None)
     context = RolloutContext(order, tokenizer, generator)
-    return Session(context, TurnReader(ChatTemplateRenderer(tokenizer))), generator
+    reader = TurnReader(ChatTemplateRenderer(tokenizer, max_tokens=order.max_tokens))
+    return Session(context, reader), generator
 
 
 async def asked(session: Session, *messages: Any) -> Reply:
@@ -85,3 +88,59 @@ async def test_a_client_sees_only_what_gpt_oss_says_to_it() -> None:
         tokenizer.decode(sample.token_ids[sample.loss_mask])
         == f"{''.join(turn)}<|return|>{''.join(final)}Yes.<|return|>"
     )
+
+
+async def test_a_message_of_ten_megabytes_is_refused_without_being_encoded(tokenizer: Any) -> None:
+    session, _ = session_of(tokenizer, "2", "Yes.")
+    copied = await session.reader.apart(lambda reader: reader)
+    assert copied.renderer.tokenizer is not tokenizer, "encoding changes settings of a tokenizer that the loop uses"
+    copied.renderer.tokenizer.encode = pytest.fail
+    huge = {"role": "tool", "content": "x" * 10_000_000, "tool_call_id": "1"}
+    answer = {"role": "assistant", "content": (await asked(session, QUESTION)).content}
+    for messages in ((QUESTION, huge), (QUESTION, answer, huge)):
+        with pytest.raises(RefusedError, match=r"too long: \d{6} tokens or more, and at most 1000 fit") as caught:
+            await session.reply(ChatRequest(messages=messages))
+        assert (caught.value.kind, caught.value.status) == ("context_length", 400)
+    assert session.limit is not None
+    assert (await asked(session, QUESTION, answer, AGAIN)).content == "Yes.", "the session goes on"
+
+
+async def test_a_long_message_delays_no_other_session(tokenizer: Any) -> None:
+    session, generator = session_of(tokenizer, "long", "short", max_tokens=100_000)
+    copied = await session.reader.apart(lambda reader: reader)
+    encode, answered = copied.renderer.tokenizer.encode, threading.Event()
+    waited: list[bool] = []
+
+    def slow(text: str, **settings: Any) -> Any:
+        waited.append(answered.wait(20))
+        return encode(text, **settings)
+
+    copied.renderer.tokenizer.encode = slow
+    long = asyncio.create_task(session.reply(ChatRequest(messages=({"role": "user", "content": "what " * 10_000},))))
+    await asyncio.sleep(0)
+    await session.reply(ChatRequest(messages=(QUESTION,)))
+    answered.set()
+    await long
+    assert waited == [True], "the short one was answered first"
+    assert generator.asked[1].prompt_ids.tolist() == tokenizer.encode(
+        f"<|im_start|>user\n{'what ' * 10_000}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "int"}}}, r"at \$.properties.a.type: 'int' is not valid"),
+        ({"type": "array"}, "not of an object: type is 'array'"),
+        ({"type": "object", "properties": {"a": {"pattern": "("}}}, "not a JSON Schema"),
+        ({"type": "object", "properties": 3}, r"at \$.properties: 3 is not of type 'object'"),
+    ],
+)
+async def test_a_tool_whose_parameters_are_no_schema_is_refused(parameters: Any, words: str, tokenizer: Any) -> None:
+    session, _ = session_of(tokenizer, "2")
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    good = {"type": "function", "function": {"name": "now"}}
+    with pytest.raises(RefusedError, match=f"the parameters of tool 'add' are .*{words}") as caught:
+        await session.reply(ChatRequest(messages=(QUESTION,), tools=(good, tool)))
+    assert (caught.value.status, caught.value.parameter) == (400, "tools")
+    assert (await session.reply(ChatRequest(messages=(QUESTION,), tools=(good,)))).content == "2"

@@ -13,6 +13,7 @@ from chatlearn_chat.turn_reader import ReadTurn, TurnReader
 from chatlearn_core.data.format import Message
 from chatlearn_core.exceptions import BackendError, DataError, ModelError
 from chatlearn_core.protocols import RolloutContext
+from chatlearn_core.protocols.prompt_renderer import TooLongError
 from chatlearn_core.types import Prompt, Rollout, RolloutStatus, TokenIds
 
 PREFIX = "environment/"
@@ -89,6 +90,8 @@ class Conversation:
             added = self._reader.renderer.continuation(
                 self._reader.for_template([*self._messages, *messages]), index, self._end_id, self._tools
             )
+        except TooLongError:
+            return False
         except (DataError, ModelError) as error:
             raise BackendError(f"rollout {self._context.id}, after turn {self.num_turns}: {error}") from error
         if len(self._builder.token_ids) + len(added) >= self._context.max_tokens:

@@ -164,6 +164,9 @@ class GameOptions(BaseModel):
     )
     invalid_reward: float = Field(0.0, allow_inf_nan=False, description="Reward of an invalid turn.")
     max_steps: int = Field(100, ge=1, description="Number of turns, after which the rollout is truncated.")
+    max_observation_chars: int = Field(
+        8000, ge=16, description="Characters of an observation that the policy sees; a cut one says so."
+    )
     call_timeout_s: float = Field(30.0, gt=0, description="Time limit of reset and of each step, seconds.")
 
 

@@ -106,7 +106,7 @@ class ToolEnvironment:
     def _reader_of(self, context: RolloutContext) -> TurnReader:
         if self._reader is None:
             written = self.options.tool_calls
-            reader = reader_of(context.tokenizer, None if written == "auto" else written)
+            reader = reader_of(context.tokenizer, None if written == "auto" else written, max_tokens=context.max_tokens)
             if reader.written == "none":
                 raise ConfigError(
                     "the model's chat template writes tool calls in no known format, so its calls cannot be read. Use "

@@ -117,6 +117,7 @@ class ChatTemplateRenderer:
             tools: tools for the template.
 
         Raises:
+            TooLongError: the text behind the turn is certainly longer than ``max_tokens``.
             DataError: there is no template, a message is malformed, or the end of the turn cannot be located; has only
                 the reason.
         """
@@ -139,6 +140,7 @@ class ChatTemplateRenderer:
             sampled_end=end,
             ends_of_turns=tuple(filter(None, (self._end_of_turn, self._end_of_earlier_turns))),
         )
+        self._check_length(text)
         if end is None:
             return np.asarray(self._encode_reply(text, hidden), dtype=np.int64)
         ids = self._encode_reply(end + text, hidden)  # together, because a tokenizer may begin each text with a space

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from chatlearn_chat.renderer import ChatTemplateRenderer
 from chatlearn_chat.tool_call_probe import in_form
@@ -13,6 +15,7 @@ from chatlearn_chat.tool_calls import FORMATS, FormatName, attempts_tool_call, p
 from chatlearn_core.data.format import Message
 from chatlearn_core.types import Completion
 
+T = TypeVar("T")
 _REPLACEMENT = "\ufffd"
 """What a decoder writes for an incomplete character."""
 
@@ -58,6 +61,8 @@ class TurnReader:
         special = {
             token_id: str(token) for token_id, token in self._tokenizer.added_tokens_decoder.items() if token.special
         }
+        self._lock = threading.Lock()
+        self._copy: TurnReader | None = None
         self._ends = {*special, self._tokenizer.eos_token_id, renderer.end_of_turn_id}
         # Decoding must leave the markers of tool calls.
         self._skip = not set(FORMATS[self.written].markers) & set(special.values())
@@ -69,6 +74,20 @@ class TurnReader:
     def for_template(self, messages: Sequence[Message]) -> list[Message]:
         """Messages with the arguments of tool calls in the form that the chat template takes: an object, or text."""
         return in_form(messages, self.style.arguments)
+
+    async def apart(self, work: Callable[[TurnReader], T]) -> T:
+        """Run ``work`` with a copy of this reader in a thread, one at a time: encoding a long text takes seconds, in
+        which the event loop goes on.
+        """
+        if self._copy is None:  # here, where nothing else uses the tokenizer meanwhile
+            self._copy = reader_of(self._tokenizer, self.written, max_tokens=self.renderer.max_tokens)
+        copied = self._copy
+
+        def run() -> T:
+            with self._lock:
+                return work(copied)
+
+        return await asyncio.to_thread(run)
 
     def read(self, completion: Completion, *, tools: Sequence[Mapping[str, Any]], in_pieces: bool) -> ReadTurn:
         """Take a completion apart.
@@ -110,9 +129,13 @@ class TurnReader:
         return (*pieces[:-1], TextPiece(last.text, (last.tokens[0], num_tokens)))
 
 
-def reader_of(tokenizer: Any, written: FormatName | None = None) -> TurnReader:
-    """A reader with a copy of the tokenizer, because encoding changes settings of a tokenizer that others use, too."""
-    return TurnReader(ChatTemplateRenderer(copy.deepcopy(tokenizer)), written)
+def reader_of(tokenizer: Any, written: FormatName | None = None, *, max_tokens: int | None = None) -> TurnReader:
+    """A reader with a copy of the tokenizer, because encoding changes settings of a tokenizer that others use, too.
+
+    Args:
+        max_tokens: longest sequence of the run; texts that certainly have more tokens are not encoded.
+    """
+    return TurnReader(ChatTemplateRenderer(copy.deepcopy(tokenizer), max_tokens=max_tokens), written)
 
 
 def _before_stop(content: str, stops: Sequence[str]) -> tuple[str, str | None]:
