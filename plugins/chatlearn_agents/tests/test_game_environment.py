@@ -61,6 +61,17 @@ class Broken(Counting):
     def step(self, action):
         return SimpleNamespace(observation="", reward=float("nan"), done=True)
 
+class Huge:
+    def __init__(self, begins=10_000_000):
+        self.begins, self.steps = begins, 0
+
+    def reset(self, seed=None):
+        return SimpleNamespace(observation="x" * self.begins, reward=0.0, done=False)
+
+    def step(self, action):
+        self.steps += 1
+        return SimpleNamespace(observation="x" * 10_000_000, reward=0.0, done=self.steps == 2)
+
 def shout(text):
     if not text.strip():
         raise ValueError("empty")
@@ -136,6 +147,20 @@ async def test_clients_in_the_manner_of_openenv(plays: Any, tokenizer: Any, plai
     played = await plays(Game(asynchronous).environment(), tokenizer, [" ", "hello"], prompt=prompt)
     assert "Count.\n\nsay hello<|im_end|>" in played.text
     assert (played.rollout.reward.value, played.count("invalid_actions")) == (1.0, 1)
+
+
+async def test_an_observation_of_ten_megabytes_is_cut(plays: Any, tokenizer: Any, plain_prompt: Prompt) -> None:
+    prompt = replace(plain_prompt, messages=({"role": "user", "content": "Count."},))
+    options = {"api": "openenv", "make": "some_games:Huge", "action": "text", "max_observation_chars": 20}
+    played = await plays(Game(options).environment(), tokenizer, ["a", "b"], prompt=prompt)
+    cut = f"{'x' * 20}\n[truncated: the first 20 of 10000000 characters]<|im_end|>"
+    assert f"Count.\n\n{cut}" in played.text, "the first observation"
+    assert f"<|im_start|>user\n{cut}" in played.text, "a later one"
+    long = {**options, "max_observation_chars": 10_000_000}
+    with pytest.raises(BackendError, match=r"it has \d+ tokens or more"):
+        await plays(Game(long).environment(), tokenizer, ["a"], prompt=prompt)
+    played = await plays(Game({**long, "arguments": {"begins": 1}}).environment(), tokenizer, ["a"], prompt=prompt)
+    assert played.rollout.status == "truncated", "no room for a later one"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from chatlearn_agents.game import (
     observation_text,
 )
 from chatlearn_agents.options import GameOptions
+from chatlearn_agents.shortened import shortened
 from chatlearn_agents.tool_threads import ToolThreads
 from chatlearn_chat.turn_reader import TurnReader, reader_of
 from chatlearn_core.exceptions import BackendError, ConfigError
@@ -64,7 +65,7 @@ class GameEnvironment:
             BackendError: the game raised, hung or gave no finite reward, or the prompt cannot be rendered.
         """
         if self._reader is None:
-            self._reader = reader_of(context.tokenizer)
+            self._reader = reader_of(context.tokenizer, max_tokens=context.max_tokens)
         kind = GymnasiumGame if self.options.api == "gymnasium" else OpenEnvGame
         game: Game = kind(await self._bounded(self._threads.run(self._make), context, "make"), self._threads)
         try:
@@ -103,7 +104,8 @@ class GameEnvironment:
         return conversation.finished(status, counts, RewardResult(total, components={"return": total}))
 
     async def _shown(self, game: Game, observation: object, context: RolloutContext) -> str:
-        return await self._bounded(self._threads.run(lambda: self._text_of(game.made, observation)), context, "render")
+        text = await self._bounded(self._threads.run(lambda: self._text_of(game.made, observation)), context, "render")
+        return shortened(text, self.options.max_observation_chars)
 
     def _seed(self, prompt: Prompt, context: RolloutContext) -> int:
         given = prompt.columns.get("seed")

@@ -65,6 +65,13 @@ class ChatRequest:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The parameters of ``SAMPLING`` that the request sets."""
 
+    @property
+    def num_characters(self) -> int:
+        """Length of the messages and tools, as far as they are long."""
+        calls = (call for message in self.messages for call in message.get("tool_calls") or ())
+        texts = (message["content"] for message in self.messages)
+        return sum(map(len, texts)) + sum(len(str(one)) for one in (*calls, *self.tools))
+
 
 @dataclass(slots=True, frozen=True)
 class ToolCall:

@@ -119,9 +119,11 @@ class AgentEnvironment:
         return Session(context, reader, generate, self.options.request_sampling == "run")
 
     def _reader_of(self, context: RolloutContext) -> TurnReader:
-        if self._reader is None:
+        if self._reader is None or self._reader.renderer.max_tokens != context.max_tokens:
             written = self.options.tool_calls
-            self._reader = reader_of(context.tokenizer, None if written == "auto" else written)
+            self._reader = reader_of(
+                context.tokenizer, None if written == "auto" else written, max_tokens=context.max_tokens
+            )
         return self._reader
 
     def _reward(self, rollout_id: str, result: Any) -> RewardResult:

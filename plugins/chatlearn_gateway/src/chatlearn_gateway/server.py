@@ -279,7 +279,7 @@ class Gateway:
 
     async def _count_tokens(self, served: _Open, request: Request) -> Response:
         body = await self._body(request, MessagesRequest)
-        return JSONResponse({"input_tokens": served.session.num_tokens(body.chat())})
+        return JSONResponse({"input_tokens": await served.session.num_tokens(body.chat())})
 
     async def _models(self, served: _Open, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})

@@ -18,11 +18,15 @@ from chatlearn_core.data.format import Message
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, DataError, ModelError, TurnLimitError
 from chatlearn_core.protocols import RolloutContext
 from chatlearn_core.protocols.environment import SequenceBuilder
+from chatlearn_core.protocols.prompt_renderer import TooLongError
 from chatlearn_core.types import Completion, Sample, SamplingParams, TokenIds
 from chatlearn_gateway.chat import ChatRequest, FinishedBy, RefusedError, Reply, ToolCall, reply_message
+from chatlearn_gateway.wire import check_tools
 
 Generate = Callable[[TokenIds, SamplingParams], Awaitable[Completion]]
 """Samples a completion of [P] ids."""
+_LONG_CHARACTERS = 1 << 15
+"""A request with more characters is rendered in a thread: encoding it takes tens of milliseconds or more."""
 DISCONNECTED = "client disconnected"
 """Exclusion of a turn that its client did not get."""
 
@@ -130,14 +134,14 @@ class Session:
                 self.limit = self.limit or error
             raise
 
-    def num_tokens(self, request: ChatRequest) -> int:
+    async def num_tokens(self, request: ChatRequest) -> int:
         """Number of tokens that a request's prompt has.
 
         Raises:
-            RefusedError: the chat template refuses the messages.
+            RefusedError: the chat template refuses the messages, or they do not fit.
         """
         point, index, _ = self._precedent(request)
-        return len(self._prompt_ids(request, point, index))
+        return len(await self._prompt_ids(request, point, index))
 
     def samples(self) -> list[Sample]:
         """The recorded samples. The one that was extended last comes first: its end is the end of the rollout.
@@ -163,16 +167,11 @@ class Session:
     async def _reply(self, request: ChatRequest, number: int) -> Reply:
         if self.over:
             raise RefusedError("over", "the rollout that this key belongs to is over")
+        check_tools(request.tools)
         point, index, digest = self._precedent(request)
-        prompt_ids = self._prompt_ids(request, point, index)
-        longest = self.context.max_tokens
-        if len(prompt_ids) >= longest:
-            raise RefusedError(
-                "context_length",
-                f"the prompt is too long: {len(prompt_ids)} tokens, and at most {longest} fit (model.max_length), "
-                "including those of the answer. Shorten the messages",
-                "messages",
-            )
+        prompt_ids = await self._prompt_ids(request, point, index)
+        if len(prompt_ids) >= self.context.max_tokens:
+            raise self._too_long(f"{len(prompt_ids)} tokens")
         sampling = self.context.sampling
         self._check_sampling(request, sampling)
         if point is not None:
@@ -233,15 +232,32 @@ class Session:
                 found = (point, index)
         return (*found, digest)
 
-    def _prompt_ids(self, request: ChatRequest, point: _Point | None, index: int) -> TokenIds:
+    async def _prompt_ids(self, request: ChatRequest, point: _Point | None, index: int) -> TokenIds:
         """[P] the recorded tokens and those of the messages behind them."""
-        try:
+        before = None if point is None else point.sequence.builder.token_ids[: point.num_tokens]
+
+        def rendered(reader: TurnReader) -> TokenIds:
+            messages = reader.for_template(request.messages)
             if point is None:
-                return self.reader.renderer.prompt(request.messages, request.tools).token_ids
-            added = self.reader.renderer.continuation(request.messages, index, point.turn.end_id, request.tools)
+                return reader.renderer.prompt(messages, request.tools).token_ids
+            return reader.renderer.continuation(messages, index, point.turn.end_id, request.tools)
+
+        try:
+            is_long = request.num_characters > _LONG_CHARACTERS
+            added = await self.reader.apart(rendered) if is_long else rendered(self.reader)
+        except TooLongError as error:
+            raise self._too_long(f"{error.at_least + (0 if before is None else len(before))} tokens or more") from error
         except (DataError, ModelError) as error:
             raise RefusedError("invalid", str(error), "messages") from error
-        return np.concatenate([point.sequence.builder.token_ids[: point.num_tokens], added])
+        return added if before is None else np.concatenate([before, added])
+
+    def _too_long(self, length: str) -> RefusedError:
+        return RefusedError(
+            "context_length",
+            f"the prompt is too long: {length}, and at most {self.context.max_tokens} fit (model.max_length), "
+            "including those of the answer. Shorten the messages",
+            "messages",
+        )
 
     def _read(
         self,
@@ -253,7 +269,7 @@ class Session:
         digest: bytes,
     ) -> Reply:
         """What the protocols report of a completion."""
-        turn = self.reader.read(completion, has_tools=bool(request.tools), in_pieces=request.streams)
+        turn = self.reader.read(completion, tools=request.tools, in_pieces=request.streams)
         ids = completion.token_ids.tolist()
         calls = tuple(
             ToolCall(hashlib.sha256(f"{self.context.id}/{number}/{i}".encode()).hexdigest()[:9], *call)
