@@ -114,6 +114,10 @@ class Engines:
         self.computed: list[tuple[str, ...]] = []
         self.updates: list[tuple[str, ...]] = []
         self.synced: list[int] = []
+        self.held: list[int] = []
+        """Numbers of updates before rebuilds were held."""
+        self.released: list[tuple[int, int]] = []
+        """Numbers of updates before they were released, and the version."""
 
     def trainer(self, role: str) -> Engines:
         return self
@@ -158,6 +162,12 @@ class Engines:
             raise BackendError("the learner is out of memory")
         self.updates.append(batch.sample_ids)
         return {"loss": Metric(0.0, reducer="sum")}
+
+    async def hold_rebuilds(self) -> None:
+        self.held.append(len(self.updates))
+
+    async def release_rebuilds(self, policy_version: int) -> None:
+        self.released.append((len(self.updates), policy_version))
 
     async def sync_weights(self, trainer: str, generator: str, version: int) -> list[SyncReceipt]:
         self.version = version
@@ -390,7 +400,11 @@ async def test_the_policy_version_counts_syncs_and_not_steps(loop: Loop) -> None
     """The policy rests in the second step: its weights stay, and nothing is synced."""
     looped = loop(WantsSpread(rests=[2]))
     await looped.run.train()
-    assert looped.engines.synced == [0, 1, 2, 3]
+    engines = looped.engines
+    assert engines.synced == [0, 1, 2, 3]
+    assert [version for _, version in engines.released] == [1, 2, 3]
+    assert engines.held == [0, *(count for count, _ in engines.released[:-1])], "around all updates of a step"
+    assert engines.released[-1][0] == len(engines.updates) > 0
     assert [looped.checkpoint(step)["policy_version"] for step in (1, 2, 3, 4)] == [1, 1, 2, 3]
     assert [line.get("rollout/staleness_max", 0) for line in looped.lines] == [0] * 4
 

@@ -77,10 +77,11 @@ class TrainingLoop:
             self.observers.rollout_end(step, experience.samples, values(made), data)
             warnings = state.alarms.check(experience, values(made))
             state.policy_changed = True
-            with self.journal.during(Phase.UPDATING):
-                trained = await self.updater.train(experience, timers)
-            warnings += state.alarms.mismatch(values(trained))  # contains it if no flow computed trainer logprobs
             learned = {update.role for update in self.algorithm.updates(step)}
+            with self.journal.during(Phase.UPDATING):
+                async with self.weight_sync.updating(state, learned):
+                    trained = await self.updater.train(experience, timers)
+            warnings += state.alarms.mismatch(values(trained))  # contains it if no flow computed trainer logprobs
             with self.journal.during(Phase.SYNCING):
                 await self.producer.before_sync()
                 synced = await self.weight_sync.publish(state, learned, timers)

@@ -169,6 +169,14 @@ class GeneratorFleet(ModelGroup, Protocol):
     async def resume(self) -> None:
         """Go on after ``pause``."""
 
+    async def hold_rebuilds(self) -> None:
+        """Updates begin to change the trainer's weights: until ``release_rebuilds`` or the next sync, a rebuilt replica
+        gets them under no version. Requests that find no other replica wait meanwhile.
+        """
+
+    async def release_rebuilds(self, policy_version: int) -> None:
+        """The updates ended: the trainer's weights are those of this version, which the next sync brings."""
+
 
 @runtime_checkable
 class RewardGroup(RoleGroup, Protocol):

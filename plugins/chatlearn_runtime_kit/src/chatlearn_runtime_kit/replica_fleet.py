@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Final, Generic, Literal, Protocol, TypeVar
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, WeightSyncError, WorkerPlace
+from chatlearn_core.exceptions import (
+    BackendError,
+    BackendTimeoutError,
+    ChatLearnError,
+    TrainerLostError,
+    WeightSyncError,
+    WorkerPlace,
+)
 from chatlearn_core.protocols import MemoryAction, MemoryEvent, MemoryPart, OnTokens
 from chatlearn_core.runtime.health import health_words
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState, SyncReceipt
@@ -19,6 +26,7 @@ from chatlearn_runtime_kit.replica_availability import ReplicaAvailability
 from chatlearn_runtime_kit.restart_budget import RestartBudget, Tell
 
 Resync = Callable[[int], Awaitable[None]]
+_WAITS: Final = "waits until the trainer's updates end"
 T = TypeVar("T")
 
 
@@ -71,6 +79,9 @@ class ReplicaFleet(ABC, Generic[R]):
     random numbers; after ``max_restarts`` the error is raised. Requests bypass a replica that loads weights or is being
     rebuilt, as long as another one serves.
 
+    Between ``hold_rebuilds`` and ``release_rebuilds`` the trainer's weights belong to no version. A replica rebuilt
+    then loads the version that the transport keeps; where it keeps none, it serves again once it has the next version.
+
     Args:
         name: name of the role.
         num_replicas: number of replicas.
@@ -87,6 +98,18 @@ class ReplicaFleet(ABC, Generic[R]):
         self.replicas: list[R] = []
         self.resync: Resync | None = None
         """Transfers the current weights to a rebuilt replica; set after the first weight sync."""
+        self._version = 0
+        """The version that a rebuilt replica gets."""
+        self._is_kept: Callable[[], bool] = lambda: False
+        """Whether a rebuilt replica gets it without the trainer."""
+        self._are_held = False
+        """Whether updates are changing the trainer's weights."""
+        self._unsynced: set[int] = set()
+        """Rebuilt replicas without the weights of a version."""
+        self._num_loading = 0
+        """Number of rebuilt replicas that are loading weights."""
+        self._none_loads = asyncio.Event()
+        self._none_loads.set()
         self._restart_budget = RestartBudget(
             name, max_restarts, setting="runtime.options.max_generator_restarts", event="replica_rebuilt", tell=tell
         )
@@ -204,10 +227,14 @@ class ReplicaFleet(ABC, Generic[R]):
                 async with self._timeouts.limit(self.timeout_s):
                     await waiting
             except TimeoutError:
+                remedy = (
+                    "let fewer replicas change at a time (weight_sync.fleet_rule: rolling, weight_sync.max_loading)"
+                )
+                if self._unsynced:
+                    remedy = "choose a weight sync that keeps each version (weight_sync.backend: checkpoint)"
                 raise BackendTimeoutError(
                     f"role {self.name!r}: request {request.id!r} found no replica that serves within "
-                    f"{self.timeout_s:g} s (roles.{self.name}.timeout_s): {self._availability}. Raise it, or let fewer "
-                    "replicas change at a time (weight_sync.fleet_rule: rolling, weight_sync.max_loading)"
+                    f"{self.timeout_s:g} s (roles.{self.name}.timeout_s): {self._availability}. Raise it, or {remedy}"
                 ).at(WorkerPlace(self.name, method=f"generate({request.id})")) from None
         if wanted in accepting:
             return wanted
@@ -224,15 +251,17 @@ class ReplicaFleet(ABC, Generic[R]):
         self,
         policy_version: int,
         transfer: Callable[[], Awaitable[Sequence[SyncReceipt]]],
-        transfer_to: Callable[[int], Awaitable[SyncReceipt]],
+        transfer_to: Callable[[int, int], Awaitable[SyncReceipt]],
+        keeps: Callable[[int], bool] = lambda version: False,
     ) -> list[SyncReceipt]:
         """Transfer a version to every replica. A replica that fails is rebuilt and gets the version again, as does
-        every replica rebuilt later.
+        every replica rebuilt later. Ends ``hold_rebuilds``.
 
         Args:
             policy_version: version of the weights.
             transfer: transfers them to all replicas; returns one receipt per replica.
-            transfer_to: transfers them to one rebuilt replica.
+            transfer_to: ``(replica, version)``: transfers the current weights to one rebuilt replica.
+            keeps: whether ``transfer_to`` gets this version without the trainer.
 
         Raises:
             WeightSyncError: the weights do not fit, or no replica has restarts left.
@@ -240,24 +269,65 @@ class ReplicaFleet(ABC, Generic[R]):
         confirmed: dict[int, SyncReceipt] = {}
 
         async def resync(index: int) -> None:
-            receipt = await transfer_to(index)
+            version = self._version
+            receipt = await transfer_to(index, version)
             if receipt.state != "serving":
                 raise WeightSyncError(
-                    f"rebuilt replica {index} of {self.name!r} did not take version {policy_version}: {receipt.error}"
+                    f"rebuilt replica {index} of {self.name!r} did not take version {version}: {receipt.error}"
                 )
             confirmed[index] = receipt
 
-        self.resync = resync
+        self.resync, self._version, self._are_held = resync, policy_version, False
+        self._is_kept = lambda: keeps(self._version)
         await self.revive()
         for receipt in await transfer():
             confirmed[receipt.replica] = receipt
+            self._have_weights([receipt.replica])
             if receipt.state == "dead":
                 await self.restart(receipt.replica, self.replicas[receipt.replica], WeightSyncError(receipt.error))
         return [confirmed[index] for index in sorted(confirmed)]
 
-    def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
+    async def hold_rebuilds(self) -> None:
+        """See ``GeneratorFleet``. Waits for rebuilt replicas that are loading weights."""
+        self._are_held = True
+        await self._none_loads.wait()
+
+    async def release_rebuilds(self, policy_version: int) -> None:
+        """See ``GeneratorFleet``. Replicas that wait for weights get these only if no other replica serves; otherwise
+        the next sync brings them.
+        """
+        self._are_held = False
+        if not self._is_kept():
+            self._version = policy_version
+        if not self.accepting:
+            await every(self._catch_up(index) for index in sorted(self._unsynced))
+
+    async def _catch_up(self, index: int) -> None:
+        """Bring the current weights to a rebuilt replica that has none."""
+        async with self._restart_locks[index]:
+            if index not in self._unsynced:
+                return
+            replica = self.replicas[index]
+            try:
+                await self._load_weights(index, replica)
+                return
+            except TrainerLostError:
+                raise
+            except BackendError as error:
+                failure = error
+        await self.restart(index, replica, failure)
+
+    @contextmanager
+    def loading(self, replicas: Collection[int]) -> Iterator[None]:
         """During the block these replicas load weights, and requests bypass them."""
-        return self._availability.absent(replicas, "loads weights")
+        with self._availability.absent(replicas, "loads weights"):
+            yield
+            self._have_weights(replicas)
+
+    def _have_weights(self, replicas: Collection[int]) -> None:
+        if back := self._unsynced.intersection(replicas):
+            self._unsynced -= back
+            self._availability.come_back(back, _WAITS)
 
     async def restart(self, index: int, dead: R, cause: Exception) -> None:
         """Replace a dead replica once, even if several of its requests report it."""
@@ -284,12 +354,28 @@ class ReplicaFleet(ABC, Generic[R]):
     async def _rebuild(self, index: int) -> None:
         await self._discard(self.replicas[index])
         replica = self.replicas[index] = await self._launch(index)
-        if self.resync is not None:
-            try:
-                await self.resync(index)
-            except BaseException as error:  # it still has the weights of the model directory
-                await self._give_up(replica, f"it did not get the current weights: {error}")
-                raise
+        if self.resync is None:
+            return
+        if not self._are_held or self._is_kept():
+            await self._load_weights(index, replica)
+        elif index not in self._unsynced:
+            self._unsynced.add(index)
+            self._availability.leave([index], _WAITS)
+
+    async def _load_weights(self, index: int, replica: R) -> None:
+        assert self.resync is not None, "there are weights to load"
+        self._num_loading += 1
+        self._none_loads.clear()
+        try:
+            await self.resync(index)
+        except BaseException as error:  # it still has the weights of the model directory
+            await self._give_up(replica, f"it did not get the current weights: {error}")
+            raise
+        finally:
+            self._num_loading -= 1
+            if not self._num_loading:
+                self._none_loads.set()
+        self._have_weights([index])
 
     async def revive(self) -> None:
         """Rebuild dead replicas. While the fleet is paused, waiting requests do not trigger this themselves."""

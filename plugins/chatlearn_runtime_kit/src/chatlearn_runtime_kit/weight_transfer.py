@@ -57,6 +57,10 @@ class WeightTransfer:
                 receipts += await self._take_turn(request, turn)
         return receipts
 
+    def keeps(self, policy_version: int) -> bool:
+        """Whether the transport keeps this version, so that a replica gets it without the trainer."""
+        return self.planner.keeps(policy_version)
+
     async def resync(self, replica: int, policy_version: int) -> SyncReceipt:
         """Transfer the current version to a rebuilt replica, without the trainer if the transport keeps the version.
 

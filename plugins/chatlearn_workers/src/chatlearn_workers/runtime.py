@@ -190,12 +190,15 @@ class WorkersRuntime(ABC):
         fleet = self._fleets[generator]
         transfer = self._transfers[trainer, generator]
 
-        async def transfer_to(index: int) -> SyncReceipt:
+        async def transfer_to(index: int, version: int) -> SyncReceipt:
             async with self.lend_weights(trainer):
-                return await transfer.resync(index, policy_version)
+                return await transfer.resync(index, version)
 
         return await fleet.sync(
-            policy_version, lambda: transfer.sync(range(fleet.num_replicas), policy_version), transfer_to
+            policy_version,
+            lambda: transfer.sync(range(fleet.num_replicas), policy_version),
+            transfer_to,
+            transfer.keeps,
         )
 
     async def refresh_weights(self, trainer: str, follower: str, step: int) -> bool:
