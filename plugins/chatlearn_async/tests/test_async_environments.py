@@ -76,6 +76,15 @@ async def test_only_sampled_tokens_are_trained_on_whatever_weights_sampled_them(
     assert two_turns.trained("async") == two_turns.trained("sync")
 
 
+def test_the_plan_says_whether_a_slow_tool_delays_other_rollouts(two_turns: Any) -> None:
+    free = "turns: each rollout asks for its next turn at once; a slow tool delays no other rollout"
+    together = "turns: rollouts of a step ask for their next turn together; the slowest tool delays them all"
+    assert free in two_turns.assemble("a", STALE).mode
+    assert together in two_turns.assemble("b", {**STALE, "options": {"turns": "together"}}).mode
+    assert together in two_turns.assemble("c", {"mode": "async", "max_staleness": 0}).mode
+    assert together in two_turns.assemble("d", {"mode": "one_step_off"}).mode
+
+
 async def test_a_stopped_run_trains_on_every_rollout_once(two_turns: Any, completed: Any) -> None:
     calls: list[int] = []
 

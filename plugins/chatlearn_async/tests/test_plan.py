@@ -79,6 +79,17 @@ def test_the_plan_says_what_generators_do_at_a_weight_sync(
             [],
             "rollout.max_staleness is 3, but with rollout.mode one_step_off every token is one policy version old",
         ),
+        (
+            {"mode": "async", "max_staleness": 0, "options": {"turns": "free"}},
+            [],
+            "rollout.options.turns is 'free', but with rollout.max_staleness 0 a run equals one with rollout.mode",
+        ),
+        (
+            {**ASYNC, "options": {"turns": "together", "replay": "admissions.jsonl"}},
+            [],
+            "turns is 'together', but the record of rollout.options.replay says when each turn was sampled. Remove",
+        ),
+        ({"mode": "one_step_off", "options": {"turns": "free"}}, [], "rollout.options.turns: .*unknown"),
         ({"mode": "asinc"}, [], "Did you mean 'async'"),
         ({"mode": "async"}, ["algorithm.options.importance_correction=none"], "treat them as on-policy"),
     ],

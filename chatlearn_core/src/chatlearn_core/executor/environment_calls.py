@@ -19,18 +19,23 @@ class TurnWaves:
     """Synchronises the requests of concurrent rollouts: they proceed when every unfinished rollout has made one.
 
     This makes the generator's batches independent of how long environments take, so that a resumed run samples the same
-    tokens, bit for bit. The price: a slow tool delays the other rollouts of its step.
+    tokens, bit for bit. The price: a slow tool delays the other rollouts of its step. Where timing matters anyway
+    (``CompletionSource.turns_together``) nothing is synchronised.
 
     Args:
         num_rollouts: number of participating rollouts.
+        together: False: requests proceed at once.
     """
 
-    def __init__(self, num_rollouts: int) -> None:
+    def __init__(self, num_rollouts: int, together: bool = True) -> None:
+        self.together = together
         self._left = num_rollouts
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}
 
     async def join(self, index: int) -> None:
         """Rollout ``index`` makes a request: wait until all unfinished rollouts have made one."""
+        if not self.together:
+            return
         place = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(index, []).append(place)
         self._go_on()
@@ -65,13 +70,15 @@ class TurnWaves:
 
 async def rollout(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
     """Make the rollouts of all requests concurrently. A rollout that fails is excluded."""
-    waves = TurnWaves(len(requests))
+    waves = TurnWaves(len(requests), call.source.turns_together)
 
     async def one(index: int, request: RolloutRequest) -> None:
         try:
             await _one(call, request, lambda: waves.join(index))
         finally:
             waves.leave(index)
+        if not waves.together:
+            call.done(request)  # later calls need not wait for the slowest rollout
 
     async with asyncio.TaskGroup() as tasks:
         for index, request in enumerate(requests):

@@ -29,6 +29,8 @@ class RolloutRequest:
     """Further samples of the same rollout, which are also trained on and share its reward."""
     dropped: bool = False
     """Whether a call excluded its sample on purpose or could not continue it: later calls skip it."""
+    calls_left: int | None = None
+    """Calls of the flow's stage that are not done for it yet; None before the stage is run."""
 
     @property
     def group_id(self) -> str:

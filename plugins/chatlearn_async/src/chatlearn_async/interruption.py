@@ -34,6 +34,7 @@ class InterruptibleCompletions:
         log: records interruptions by ``abort``.
         replay: interruptions to repeat.
         keeps_progress: whether a sample is one completion, so that its tokens are kept for checkpoints.
+        turns_together: see ``CompletionSource``.
         clock: returns seconds.
     """
 
@@ -46,6 +47,7 @@ class InterruptibleCompletions:
         log: AdmissionLog | None = None,
         replay: Replay | None = None,
         keeps_progress: bool = True,
+        turns_together: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rollouts = rollouts
@@ -54,6 +56,7 @@ class InterruptibleCompletions:
         self.log = log
         self.replay = replay
         self.keeps_progress = keeps_progress
+        self.turns_together = turns_together
         self.busy = BusyTime(clock)
         self.step = 0
         """The step whose weight sync is next."""

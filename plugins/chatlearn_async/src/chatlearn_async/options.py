@@ -21,7 +21,7 @@ class OneStepOffOptions(BaseModel):
 
 
 class AsyncOptions(BaseModel):
-    """What generators do at a weight sync, and the run that is repeated."""
+    """What generators do at a weight sync, whether rollouts wait for each other, and the run that is repeated."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -29,6 +29,12 @@ class AsyncOptions(BaseModel):
         "auto",
         description="Unfinished completions at a weight sync. abort: resume from their tokens. pause: stay in the "
         "engine. wait: end first. auto: the first of these that the generator can do.",
+    )
+    turns: Literal["auto", "together", "free"] = Field(
+        "auto",
+        description="When an environment's rollouts go on with their next turn. free: at once; a slow tool delays its "
+        "own rollout alone. together: when all rollouts of the step have asked for one, so that what the engine "
+        "batches does not depend on tools. auto: together with max_staleness 0, else free.",
     )
     replay: str | None = Field(
         None,

@@ -31,6 +31,7 @@ def one_step_off(options: OneStepOffOptions, loaded: LoadedConfig, graph: Graph)
     return [
         "one_step_off: the rollouts of the next step are made while a step trains",
         "at a weight sync: wait for these rollouts, so that each completion is of one policy version",
+        *_turns_lines(graph, together=True),
     ]
 
 
@@ -43,12 +44,15 @@ def asynchronous(options: AsyncOptions, loaded: LoadedConfig, graph: Graph) -> l
     _check_generates(loaded, graph)
     staleness = loaded.config.rollout.max_staleness
     staleness = 1 if staleness is None else staleness
+    together = turns_together(options, staleness, loaded.source)
+    turns = _turns_lines(graph, together)
     if staleness == 0:
-        return ["async with max_staleness 0: rollouts and updates take turns, as in sync"]
+        return ["async with max_staleness 0: rollouts and updates take turns, as in sync", *turns]
     how = during_sync(options, loaded, graph)
     lines = [
         f"async: rollouts are made up to {staleness} step(s) ahead; tokens are at most {staleness} policy version(s) "
-        "old when they are trained on"
+        "old when they are trained on",
+        *turns,
     ]
     if how == "wait":
         return [*lines, "at a weight sync: wait until every rollout has ended"]
@@ -87,6 +91,36 @@ def during_sync(options: AsyncOptions, loaded: LoadedConfig, graph: Graph) -> Du
     if options.replay is not None:
         _check_replay(how, loaded, graph)
     return how
+
+
+def turns_together(options: AsyncOptions, staleness: int, source: str) -> bool:
+    """Whether concurrent rollouts of an environment proceed together.
+
+    Raises:
+        ConfigError: they are to go on at once although the run is reproducible, or together although another run, in
+            which timing mattered, is repeated.
+    """
+    key = f"{source}: rollout.options.turns"
+    if options.turns == "free" and staleness == 0:
+        raise ConfigError(
+            f"{key} is 'free', but with rollout.max_staleness 0 a run equals one with rollout.mode: sync bit for bit, "
+            "so what the generator batches must not depend on how long tools take. Remove turns, or raise max_staleness"
+        )
+    if options.turns == "together" and options.replay is not None:
+        raise ConfigError(
+            f"{key} is 'together', but the record of rollout.options.replay says when each turn was sampled. Remove "
+            "turns"
+        )
+    return options.turns == "together" or (options.turns == "auto" and staleness == 0)
+
+
+def _turns_lines(graph: Graph, together: bool) -> list[str]:
+    """What the plan says about the turns of environments, if the flow has one."""
+    if not any(node.kind == "environment" for node in graph.nodes):
+        return []
+    if together:
+        return ["turns: rollouts of a step ask for their next turn together; the slowest tool delays them all"]
+    return ["turns: each rollout asks for its next turn at once; a slow tool delays no other rollout"]
 
 
 def serving_generators(loaded: LoadedConfig) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from chatlearn_async.admissions import AdmissionLog, Replay
 from chatlearn_async.interruption import InterruptibleCompletions
 from chatlearn_async.options import AsyncOptions, DuringSync, OneStepOffOptions
-from chatlearn_async.plan import during_sync, makes_samples_in_one_call
+from chatlearn_async.plan import during_sync, makes_samples_in_one_call, turns_together
 from chatlearn_async.timeline import FILE, Timeline
 from chatlearn_async.wave import Wave
 from chatlearn_core.config.models import TrainConfig
@@ -290,7 +290,7 @@ def _unfilled(group: Group) -> Group:
 
 def one_step_off(options: OneStepOffOptions, context: RolloutModeContext) -> AsyncRolloutProducer:
     """The producer of the mode ``one_step_off``."""
-    return _producer(context, "wait", None)
+    return _producer(context, "wait")
 
 
 def asynchronous(options: AsyncOptions, context: RolloutModeContext) -> AsyncRolloutProducer:
@@ -300,13 +300,16 @@ def asynchronous(options: AsyncOptions, context: RolloutModeContext) -> AsyncRol
         ConfigError: the record of ``replay`` cannot be read.
     """
     if context.max_staleness == 0:
-        return _producer(context, "wait", None)
+        return _producer(context, "wait")
     assembly = context.parts.assembly
     replay = None if options.replay is None else Replay(Path(options.replay))
-    return _producer(context, during_sync(options, assembly.loaded, assembly.graph), replay)
+    together = turns_together(options, context.max_staleness, assembly.loaded.source)
+    return _producer(context, during_sync(options, assembly.loaded, assembly.graph), replay, together)
 
 
-def _producer(context: RolloutModeContext, how: DuringSync, replay: Replay | None) -> AsyncRolloutProducer:
+def _producer(
+    context: RolloutModeContext, how: DuringSync, replay: Replay | None = None, together: bool = True
+) -> AsyncRolloutProducer:
     """A producer.
 
     Raises:
@@ -323,6 +326,7 @@ def _producer(context: RolloutModeContext, how: DuringSync, replay: Replay | Non
         log=AdmissionLog(assembly.plan.run_dir) if how == "abort" else None,
         replay=replay,
         keeps_progress=makes_samples_in_one_call(assembly.graph),
+        turns_together=together,
     )
     return AsyncRolloutProducer(
         production_scheduler(parts),
