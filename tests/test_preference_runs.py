@@ -223,20 +223,27 @@ def test_a_reference_that_changes_is_not_kept(offline: Any, chatlearn: Any) -> N
     assert chatlearn("config", "validate", recipe.file, "algorithm.options.cache_reference=false").code == 0
 
 
-@pytest.mark.parametrize("divergence", ["sampled_reverse_kl", "forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize(
+    ("divergence", "match"),
+    [("sampled_reverse_kl", "tokens"), ("sampled_reverse_kl", "text"), ("forward_kl", "tokens"), ("jsd", "tokens")],
+)
 def test_a_student_is_taught_by_teachers_of_its_data_sources(
-    recipe: Any, chatlearn: Any, tmp_path: Path, divergence: str
+    recipe: Any, chatlearn: Any, tmp_path: Path, divergence: str, match: str
 ) -> None:
-    """Two teachers with weights of their own; rows of a third source are left out and counted."""
-    from chatlearn_hf.tiny import build_tiny_model
+    """Two teachers with weights of their own, by text one with another vocabulary; rows of a third source are left out
+    and counted.
+    """
+    from chatlearn_hf.tiny import build_character_tokenizer, build_tiny_model
 
-    teacher = build_tiny_model(tmp_path / "teacher", hidden=32, intermediate=64, seed=7)
+    tokenizer = build_character_tokenizer() if match == "text" else None
+    teacher = build_tiny_model(tmp_path / "teacher", hidden=32, intermediate=64, seed=7, tokenizer=tokenizer)
     data = tmp_path / "sources.jsonl"
     sources = ["maths", "code", "poems", "maths"] * 2
     rows = [{"prompt": f"say {i}", "data_source": source, "answer": "x"} for i, source in enumerate(sources)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe.content["data"]["train"] = [{"path": str(data), "format": "prompt"}]
     options = {"teachers": {"maths": ["maths"], "code": ["code"]}, "divergence": divergence, "top_k": 8}
+    options["match"] = match
     recipe.content["algorithm"] = {"name": "distillation", "options": options}
     recipe.content["roles"] = {
         "trainer": TRAINER,
@@ -249,6 +256,12 @@ def test_a_student_is_taught_by_teachers_of_its_data_sources(
     finished = chatlearn("run", recipe.file)
     assert finished.code == 0, finished.output
     steps = lines(recipe.run_dir)
+    if match == "text":
+        # A random student samples control tokens and bytes that are no text: in part of its tokens nothing is shared.
+        assert all(0 < line["distillation/unmatched_tokens"] < 1 for line in steps)
+        assert all(line["samples/trained"] + line["samples/excluded"] == 8 for line in steps)
+        assert all(line["policy/grad_norm"] > 0 for line in steps)
+        return
     assert [line["samples/trained"] for line in steps] == [6] * 4
     assert [line["samples/excluded"] for line in steps] == [2] * 4
     name = "distillation/reverse_kl" if divergence == "sampled_reverse_kl" else "policy/divergence"

@@ -86,10 +86,10 @@ async def rollout(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
 
 
 async def _one(call: FlowCall, request: RolloutRequest, turn: Callable[[], Awaitable[None]]) -> None:
-    role = call.role
-    assert role is not None, "an environment is planned"
-    asked = request.generate_request
+    plan, asked = call.plan, request.generate_request
+    assert plan is not None, "an environment is planned"
     assert asked is not None, "an environment takes prompts"
+    role = plan.roles[call.node.role]
     order = RolloutOrder(
         id=request.sample_id,
         group_id=request.group_id,

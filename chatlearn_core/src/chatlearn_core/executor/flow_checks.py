@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -182,15 +182,17 @@ def _uses(loaded: LoadedConfig, name: str) -> Iterator[tuple[str, str, str, Role
             yield ".".join(map(str, path)), handle, used, replace(use, token_ids=ids)
 
 
-def called_by_text(loaded: LoadedConfig, called: Collection[str]) -> frozenset[str]:
-    """Roles that only rewards call, and only with text: they may have their own tokenizer.
+def called_by_text(loaded: LoadedConfig, graphs: Sequence[Graph], learners: Collection[str]) -> frozenset[str]:
+    """Roles that receive text alone, from rewards or flows: they may have their own tokenizer.
 
     Args:
-        called: roles that the flow, the evaluation and losses call directly.
+        graphs: the flow and the evaluations.
+        learners: roles that learn from the samples' tokens.
     """
-    by_text: set[str] = set()
-    by_ids: set[str] = set(called)
-    for name in called:
+    calls = [node for graph in graphs for node in graph.nodes if node.function is None]
+    by_text = {node.role for node in calls if node.method.by_text}
+    by_ids = {*learners, *(node.role for node in calls if not node.method.by_text)}
+    for name in by_text | by_ids:
         if loaded.config.roles[name].kind == "environment":
             by_ids |= loaded.config.roles[name].used_roles
         for _, _, used, use in _uses(loaded, name):

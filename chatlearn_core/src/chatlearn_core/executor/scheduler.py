@@ -28,7 +28,7 @@ from chatlearn_core.metrics import Timers
 from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.protocols import Runtime
 from chatlearn_core.runtime.boundary import Origin
-from chatlearn_core.runtime.plan import RolePlan, origin_of
+from chatlearn_core.runtime.plan import RunPlan, origin_of
 from chatlearn_core.types import Completion, Sample, SamplingParams
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ class FlowCall:
     """Plugin and role that return the values, for messages."""
     bases: DeclaredBases | None = None
     """The bases that the generator declares for its logprobs."""
-    role: RolePlan | None = None
-    """The planned role; None for a role without a plan."""
+    plan: RunPlan | None = None
+    """The run's plan; None outside runs."""
     max_length: int = 1 << 62
     """Longest sequence of the run, tokens."""
     cached: CachedCalls | None = None
@@ -125,7 +125,7 @@ class FlowScheduler:
         colocation: leases devices for calls if roles share them; by default none do.
         front: answers calls on generators; the fleets themselves by default.
         bases: bases declared by the generators, by role; completions of other roles are not checked.
-        roles: the planned roles; messages about their results name their plugins.
+        plan: the run's; messages about results of its roles name their plugins.
         max_length: longest sequence of the run, tokens.
         cached: what the graph's reads read (``cached_calls.reading_graph``).
     """
@@ -143,7 +143,7 @@ class FlowScheduler:
         colocation: ColocationManager | None = None,
         front: GeneratorFront | None = None,
         bases: Mapping[str, DeclaredBases] | None = None,
-        roles: Mapping[str, RolePlan] | None = None,
+        plan: RunPlan | None = None,
         max_length: int = 1 << 62,
         cached: CachedCalls | None = None,
     ) -> None:
@@ -159,7 +159,8 @@ class FlowScheduler:
         self.colocation = colocation or ColocationManager(runtime)
         self.bases = bases or {}
         self.front = front or FleetCompletions(runtime)
-        self.roles = roles or {}
+        self.plan = plan
+        self.roles = plan.roles if plan else {}
         self._functions = FlowFunctions()
         self._fields = frozenset(name for node in graph.nodes for name in node.fields)
         self._actions = {node.index: resolve_import_string(node.method.action) for node in self.stage}
@@ -321,7 +322,7 @@ class FlowScheduler:
             self._functions,
             origin_of(self.roles, node.role, node.kind),
             self.bases.get(node.role),
-            self.roles.get(node.role),
+            self.plan,
             self.max_length,
             self.cached,
             packer,

@@ -378,6 +378,8 @@ class FlowMethodSpec(PluginRecord):
     action: ImportString = "chatlearn_core.executor.flow_calls:compute"
     """``async action(call: FlowCall, requests: Sequence[RolloutRequest]) -> None`` executes the call for samples that
     are ready and stores its results in them."""
+    by_text: bool = False
+    """Whether the role receives text alone, so that its tokenizer may be another than the run's."""
 
     @property
     def role_kind(self) -> str:

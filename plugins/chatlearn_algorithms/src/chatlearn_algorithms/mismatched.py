@@ -10,14 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from chatlearn_algorithms.role_logprobs import role_logprobs
 from chatlearn_core.exceptions import DataError
 from chatlearn_core.executor.scheduler import FlowCall
 from chatlearn_core.executor.step_samples import RolloutRequest
-from chatlearn_core.plugins import builtin
-from chatlearn_core.runtime.outputs import check_outputs
-from chatlearn_core.types import OutputRequest, Sample, pack_samples, per_sequence
-
-_LOGPROBS = next(spec for spec in builtin.chatlearn_outputs() if spec.name == "logprobs")
+from chatlearn_core.types import Sample
 
 
 async def mismatched_logprobs(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
@@ -26,17 +23,8 @@ async def mismatched_logprobs(call: FlowCall, requests: Sequence[RolloutRequest]
     if not samples:
         return
     others = mismatched(samples, call.max_length)
-    batch = pack_samples(others)
-    temperature = call.node.arguments.get("temperature", call.sampling.temperature or 1.0)
-    asked = OutputRequest(frozenset({"logprobs"}), temperature)
-    outputs = await call.runtime.trainer(call.node.role).compute(batch, asked)
-    check_outputs(outputs, batch, asked, call.origin, {"logprobs": _LOGPROBS})
-    rows = per_sequence(outputs["logprobs"], batch.lengths, batch.sample_ids, "logprobs")
-    for other, row in zip(others, rows, strict=True):
-        other.token_data["logprobs"] = row
-    fetched = await call.runtime.data.aget(others, {"logprobs"})
-    for sample, other in zip(samples, fetched, strict=True):
-        sample.sequence_data[call.node.fields[0]] = float(other.token_data["logprobs"].sum(dtype=np.float64))
+    for sample, logprobs in zip(samples, await role_logprobs(call, others), strict=True):
+        sample.sequence_data[call.node.fields[0]] = float(logprobs.sum(dtype=np.float64))
 
 
 def mismatched(samples: Sequence[Sample], max_length: int) -> list[Sample]:

@@ -89,6 +89,8 @@ class ChatTemplateRenderer:
         messages = self._messages(prompt)
         kept = () if isinstance(prompt, str) else messages
         if self.uses_template:
+            if self.system_prompt is not None:
+                kept = messages  # nothing could take the plain string out of the rendered text again
             text, ids = self._chat(messages, tools)
         elif self.apply_chat_template and kept:
             raise DataError(
