@@ -44,6 +44,7 @@ LIBRARIES = {
     "chatlearn-runtime-kit",
     "chatlearn-sandbox",
     "chatlearn-trainer-kit",
+    "chatlearn-trial",
     "chatlearn-workers",
 }
 """Distributions that register nothing."""

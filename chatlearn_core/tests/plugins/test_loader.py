@@ -60,6 +60,9 @@ def test_a_plugin_that_works(fake_environment) -> None:
     [
         pytest.param("import acme_engine", "failed", "ModuleNotFoundError: No module named 'acme_engine'", id="import"),
         pytest.param("raise SystemExit(3)", "failed", "SystemExit(3): it tried to end the process", id="exit"),
+        pytest.param(
+            "def rewards():\n    return []", "failed", "implements no hook: none of its functions", id="no-hook"
+        ),
         pytest.param("1/0", "failed", "ZeroDivisionError: division by zero", id="raises"),
         pytest.param("def f(:", "failed", "SyntaxError: ", id="syntax"),
         pytest.param("def f():\n  pass\n  def", "failed", "bad_dist_plugin.py, line 3)", id="syntax-line"),

@@ -9,15 +9,18 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout as stdout_to_stderr
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pluggy
 
 from chatlearn_core.exceptions import PluginError
-from chatlearn_core.plugins import hookspec, trial
+from chatlearn_core.plugins import hookspec
 from chatlearn_core.plugins.entry import PluginEntry, Status
 from chatlearn_core.plugins.markers import PROJECT
 from chatlearn_core.plugins.observers import Observer, Observers
@@ -33,6 +36,7 @@ from chatlearn_core.plugins.sources import (
     did_you_mean,
     installed_sources,
 )
+from chatlearn_core.plugins.trial import Loaded, load_apart, packed
 from chatlearn_core.plugins.validation import (
     REGISTERING_HOOKS,
     api_version_problem,
@@ -63,30 +67,32 @@ def load_plugins(
     """
     sources = list(sources)
     disabled = DisabledDistributions.from_environment() if disabled is None else disabled
-    unfit = unfit_sources([source for source in sources if source.distribution not in disabled])
+    tried = try_sources([source for source in sources if source.distribution not in disabled])
     loads = [
-        load_source(source, disabled=source.distribution in disabled, unfit=unfit.get(source, "")) for source in sources
+        load_source(source, disabled=source.distribution in disabled, tried=tried.get(source)) for source in sources
     ]
     entries = mark_conflicts([entry for load in loads for entry in load.entries])
     registry = PluginRegistry(
         entries=tuple(sorted(entries, key=lambda entry: (entry.kind or "", entry.name, entry.distribution))),
         observers=Observers([observer for load in loads for observer in load.observers], strict=strict),
-        warnings=tuple(disabled.unknown({source.distribution for source in sources})),
+        warnings=(
+            *disabled.unknown({source.distribution for source in sources}),
+            *(f"{source.distribution} {source.version}: {one.warning}" for source, one in tried.items() if one.warning),
+        ),
     )
     if strict:
         require_all_ok(registry)
     return registry
 
 
-def unfit_sources(sources: Iterable[PluginSource]) -> dict[PluginSource, str]:
-    """The sources whose import would end this process or never return, and how (see ``trial``)."""
-    tried = [
-        (source, source.point)
+def try_sources(sources: Iterable[PluginSource]) -> dict[PluginSource, Loaded]:
+    """What a child process found out about sources that it could import (see ``trial``)."""
+    points = {
+        source: (source.point, source.distribution, source.version)
         for source in sources
         if source.point is not None and not source.incompatible and source.distribution != CORE
-    ]
-    reasons = trial.failures([(point, source.distribution, source.version) for source, point in tried])
-    return {source: reason for (source, _), reason in zip(tried, reasons, strict=True) if reason}
+    }
+    return dict(zip(points, load_apart(list(points.values())), strict=True))
 
 
 @dataclass(slots=True)
@@ -96,6 +102,11 @@ class SourceLoad:
     source: PluginSource
     entries: list[PluginEntry] = field(default_factory=list)
     observers: list[Observer] = field(default_factory=list)
+
+    @property
+    def origin(self) -> str:
+        """Distribution and version."""
+        return f"{self.source.distribution} {self.source.version}"
 
     def add(
         self,
@@ -120,8 +131,22 @@ class SourceLoad:
         )
 
 
-def load_source(source: PluginSource, *, disabled: bool = False, unfit: str = "") -> SourceLoad:
-    """Import one entry point, call its registering hooks, and check the returned records; skip the import if unfit."""
+def load_for_trial(name: str, value: str) -> str:
+    """What a child sends of one entry point; empty if this process must import it to learn that."""
+    with suppress(KeyboardInterrupt):
+        load = load_source(PluginSource(name, name, "", EntryPoint(name, value, PROJECT).load))
+        records = [entry.record for entry in load.entries if entry.record is not None]
+        if len(records) == len(load.entries):
+            return packed(records, [(observer.hook, observer.arguments) for observer in load.observers])
+    return ""
+
+
+def load_source(source: PluginSource, *, disabled: bool = False, tried: Loaded | None = None) -> SourceLoad:
+    """Import one entry point, call its registering hooks, and check the returned records.
+
+    Args:
+        tried: what a child found out: the import is skipped if it must not take place, or adds nothing.
+    """
     load = SourceLoad(source)
     if disabled:
         load.add("disabled", f"by {DISABLE_VARIABLE}")
@@ -129,8 +154,14 @@ def load_source(source: PluginSource, *, disabled: bool = False, unfit: str = ""
     if source.incompatible:
         load.add("incompatible", source.incompatible)
         return load
-    if unfit:
-        load.add("failed", unfit)
+    if tried is not None and tried.failed:
+        load.add("failed", tried.failed)
+        return load
+    if tried is not None and tried.records is not None:
+        for record in tried.records:
+            add_record(load, record)
+        for position, (hook, arguments) in enumerate(tried.observers):
+            load.observers.append(Observer(hook, load.origin, imported_later(source, position), arguments))
         return load
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hookspec)
@@ -142,6 +173,8 @@ def load_source(source: PluginSource, *, disabled: bool = False, unfit: str = ""
     except (Exception, SystemExit) as error:
         load.add("failed", describe(error))
         return load
+    if not problems and not manager.get_hookcallers(plugin):
+        problems = ["implements no hook: none of its functions is marked with @hookimpl"]
     for problem in problems:
         load.add("failed", problem)
     for hook in hook_names(manager):
@@ -151,9 +184,24 @@ def load_source(source: PluginSource, *, disabled: bool = False, unfit: str = ""
             elif hook in REGISTERING_HOOKS:
                 call_registering_hook(load, hook, implementation)
             else:
-                origin = f"{source.distribution} {source.version}"
-                load.observers.append(Observer(hook, origin, implementation.function, tuple(implementation.argnames)))
+                function, arguments = implementation.function, tuple(implementation.argnames)
+                load.observers.append(Observer(hook, load.origin, function, arguments))
     return load
+
+
+imported = cache(load_source)
+
+
+def imported_later(source: PluginSource, position: int) -> Callable[..., object]:
+    """An observer that imports its plugin when it is first called."""
+
+    def observe(**arguments: object) -> object:
+        load = imported(source)
+        if position >= len(load.observers):
+            raise PluginError("; ".join(entry.reason for entry in load.entries))
+        return load.observers[position].function(**arguments)
+
+    return observe
 
 
 def hook_names(manager: pluggy.PluginManager) -> list[str]:
