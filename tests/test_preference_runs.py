@@ -128,6 +128,9 @@ def test_sampled_completions_are_ranked_and_learned(recipe: Any, chatlearn: Any,
         kept = 1 if name == "rejection_sampling" else 2
         assert line["samples/trained"] + line["samples/excluded"] == 4 * options["group_size"]
         assert 0 < line["samples/trained"] <= 4 * kept
+        reasons = {key.rpartition("/")[2] for key in line if key.startswith("samples/excluded/")}
+        tokens = {reason: line[f"rollout/discarded_tokens/{reason}"] for reason in reasons}
+        assert sum(tokens.values()) == line.get("rollout/discarded_tokens", 0)
         assert line["policy/grad_norm"] > 0
 
 

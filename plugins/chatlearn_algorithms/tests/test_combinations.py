@@ -113,6 +113,7 @@ def test_every_option_is_drawn() -> None:
 def test_options_work_together_or_are_refused_by_name(name: str, seed: int) -> None:
     drawn = random.Random(f"{name} {seed}")
     fields = sorted(model_of(name).model_fields.keys() & VALUES.keys())
+    trained(name, dict(NEEDED.get(name, {})))
     for _ in range(DRAWS):
         options = dict(NEEDED.get(name, {}))
         for option in drawn.sample(fields, drawn.randint(1, 8)):

@@ -105,13 +105,13 @@ def test_overlong_completions_lose_reward(make_context, make_group, lengths, buf
 
 @pytest.mark.parametrize("name", SHAPED)
 def test_a_long_completion_has_a_lower_advantage(build: Any, make_group: Any, name: str) -> None:
-    """Both right, and one is at the end of the buffer: its penalty is that of its reward, 1 - 0.5."""
-    samples = make_group("a", [1.0, 1.0, 0.0], [2, 10, 2])
+    """Of two right ones, one is at the end of the buffer: as if its reward were 1 - 0.5, also in the group's mean."""
+    samples = [*make_group("a", [1.0, 1.0, 0.0], [2, 10, 2]), *make_group("b", [1.0, 0.0], [2, 2])]
     algorithm = build(name, overlong_buffer=8, overlong_length=10, overlong_penalty=0.5)
     shaped = algorithm.advantages(scored_batch(samples), 1)
     samples[1].reward = RewardResult(0.5)
     plain = build(name).advantages(scored_batch(samples), 1)
     torch.testing.assert_close(shaped.token_data["advantages"], plain.token_data["advantages"])
-    assert shaped.metrics["reward_shaping"].value == pytest.approx(-0.5 / 3)
+    assert shaped.metrics["reward_shaping"].value == pytest.approx(-0.5 / 5)
     rows = shaped.token_data["advantages"].split(scored_batch(samples).lengths)
     assert rows[0][-1] > rows[1][-1] > rows[2][-1]

@@ -181,6 +181,26 @@ def test_several_processes_may_not_fill_the_memory(sandbox, isolation):
     assert (result.ended, result.code) == ("out_of_memory", None)
 
 
+def test_files_without_a_name_are_memory(sandbox):
+    """Forty of 8 MiB, none of them mapped: no limit of a process or of the disk sees them."""
+    source = """
+import os, time
+files = [os.memfd_create("x") for _ in range(40)]
+for file in files:
+    for _ in range(8):
+        os.write(file, bytes(1 << 20))
+time.sleep(600)
+"""
+    result = judge(Sandbox(Limits(wall_s=20, memory_bytes=256 << 20)), source)
+    assert result.ended == "out_of_memory", result
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="older kernels let only root limit the shared memory of a namespace")
+def test_there_is_no_shared_memory_that_outlives_its_process(sandbox):
+    source = "import ctypes; print(ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600))"
+    assert judge(sandbox, source).output == b"-1\n"
+
+
 def test_memory_that_processes_share_counts_once(sandbox):
     """Six children of a process with 100 MiB that write nothing: 700 MiB would be over the limit of 256."""
     source = """

@@ -19,9 +19,31 @@ from chatlearn_algorithms.group_advantages import (
     spread_metrics,
     without_spread,
 )
+from chatlearn_algorithms.group_relative import GroupRelative
+from chatlearn_algorithms.grpo_options import GRPOOptions
 from chatlearn_algorithms.scored_rewards import ScoredRewards
 from chatlearn_core.types import Derived, Metric, RewardResult, TrainBatch
 from chatlearn_core.types.scored_batch import STEP_ENDS, TOKEN_REWARDS
+
+
+class StepSupervised(GroupRelative[GRPOOptions]):
+    """Advantages of whole completions, or with ``supervision=process`` of their steps, too."""
+
+    def advantages(self, batch: TrainBatch, step: int) -> Derived:
+        """A completion has one advantage, or each of its tokens the sum of those of its step and of later ones."""
+        if self.options.supervision == "outcome":
+            return super().advantages(batch, step)
+        return derive_process_advantages(
+            batch,
+            self.scored(batch, step),
+            self.scored(without_token_rewards(batch), step),
+            self.group_advantages,
+            drop_zero_spread=self.options.drop_zero_spread_groups,
+        )
+
+    def has_spread(self, rewards: Sequence[RewardResult]) -> bool:
+        """Verdicts differ, or with ``supervision=process`` those of completions without their steps, or of steps."""
+        return super().has_spread(rewards) if self.options.supervision == "outcome" else differ(rewards)
 
 
 def without_token_rewards(batch: TrainBatch) -> TrainBatch:

@@ -30,11 +30,13 @@ def descendants(root: int) -> set[int]:
 def memory_bytes(root: int, beyond: int) -> int:
     """Return the memory of all descendants of ``root`` together; the cheap upper bound if that is at most ``beyond``.
 
-    The bound counts a page that processes share once for each; above ``beyond`` each page counts once (``Pss``).
+    The bound counts a page that processes share once for each; above ``beyond`` each page counts once (``Pss``). Files
+    in memory without a name (``memfd_create``) count in whole, whether they are mapped or not.
     """
     processes = _children(root)
-    bound = sum(_resident(process) for process in processes)
-    return bound if bound <= beyond else sum(_proportional(process) for process in processes)
+    unnamed = _unnamed_files(processes)
+    bound = unnamed + sum(_resident(process) for process in processes)
+    return bound if bound <= beyond else unnamed + sum(_proportional(process) for process in processes)
 
 
 def _children(root: int) -> set[int]:
@@ -58,6 +60,18 @@ def _children(root: int) -> set[int]:
                 waiting.extend(children - found)
                 found |= children
     return found
+
+
+def _unnamed_files(processes: set[int]) -> int:
+    sizes: dict[tuple[int, int], int] = {}
+    for process in processes:
+        with suppress(OSError):  # it ended meanwhile
+            for descriptor in Path(f"/proc/{process}/fd").iterdir():
+                with suppress(OSError):  # it was closed meanwhile
+                    if str(descriptor.readlink()).startswith("/memfd:"):
+                        facts = descriptor.stat()
+                        sizes[facts.st_dev, facts.st_ino] = facts.st_blocks * 512
+    return sum(sizes.values())
 
 
 def _resident(process: int) -> int:
