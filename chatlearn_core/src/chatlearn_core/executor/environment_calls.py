@@ -10,6 +10,7 @@ from chatlearn_core.exceptions import BackendError, BackendTimeoutError, RoleLos
 from chatlearn_core.executor.flow_calls import sampled_as
 from chatlearn_core.executor.scheduler import FlowCall
 from chatlearn_core.executor.step_samples import RolloutRequest, without_completion
+from chatlearn_core.plugins.records import EnvironmentSpec
 from chatlearn_core.protocols import RolloutOrder
 from chatlearn_core.runtime.plan import RolePlan
 from chatlearn_core.types import Completion, GenerateRequest, Rollout
@@ -123,7 +124,9 @@ async def _one(call: FlowCall, request: RolloutRequest, turn: Callable[[], Await
 
 
 def _take(request: RolloutRequest, made: Rollout, role: RolePlan) -> None:
-    generator = role.uses[next(iter(role.uses))]
+    record = role.backend.record
+    assert isinstance(record, EnvironmentSpec), f"role {role.name} is a {role.kind}"
+    generator = role.uses[record.uses[0]]
     samples = []
     for sample in made.samples:
         turns = tuple(replace(turn, generator=turn.generator or generator) for turn in sample.turns)

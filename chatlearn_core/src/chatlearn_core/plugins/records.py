@@ -258,6 +258,8 @@ class EnvironmentSpec(BackendRecord):
     uses: tuple[str, ...] = ("policy",)
     """Handles of the generator roles that the environment calls; ``roles.<role>.uses`` maps them to roles. The tokens
     sampled by the first are trained on."""
+    more_uses: bool = False
+    """Whether ``roles.<role>.uses`` may name further generators, by any handle."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -64,6 +64,8 @@ class ChatRequest:
     streams: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The parameters of ``SAMPLING`` that the request sets."""
+    other_model: str | None = None
+    """Handle of the generator that is asked, if it is not the policy."""
 
     @property
     def num_characters(self) -> int:
@@ -104,8 +106,10 @@ class Reply:
     logprobs: Sequence[float]
     pieces: tuple[TextPiece, ...]
     """``content`` in parts, for a request that streams; otherwise empty."""
-    commit: Callable[[], None]
-    withdraw: Callable[[], None]
+    end_id: int | None
+    """The sampled token that ended the turn; None if a limit or a stop string did."""
+    commit: Callable[[], None] = lambda: None
+    withdraw: Callable[[], None] = lambda: None
     """Called if the client left before it had the whole turn, committed or not: excludes the turn from training."""
 
 

@@ -38,7 +38,7 @@ from chatlearn_local.weight_ends import Follower, LocalReceivers, LocalSenders, 
 from chatlearn_runtime_kit.devices import resolve_device
 from chatlearn_runtime_kit.environments import EnvironmentRole, LocalEnvironments
 from chatlearn_runtime_kit.rewards import CombinedReward, RewardPart, part_name
-from chatlearn_runtime_kit.role_handles import RoleCalls, build_handles
+from chatlearn_runtime_kit.role_handles import RoleCalls, build_handles, environment_handles
 from chatlearn_runtime_kit.weight_ends import loader_of, require_taken, sync_workspace
 from chatlearn_runtime_kit.weight_transfer import WeightTransfer
 
@@ -131,8 +131,10 @@ class LocalRuntime:
         elif role.kind == "environment":
             tokenizer = tokenizer_of(self.plan.registry, role)
             build = self.plan.registry.load_factory(role.backend.record)
-            environment = build(role.backend.options, self.plan.context(role))
-            group = LocalEnvironments(EnvironmentRole.of(role), environment, tokenizer)
+            hosted = EnvironmentRole.of(role, self.plan)
+            handles = environment_handles(role.name, hosted.uses, self.plan.registry)
+            environment = build(role.backend.options, replace(self.plan.context(role), handles=handles))
+            group = LocalEnvironments(hosted, environment, tokenizer)
             self._environments[role.name] = group
             await group.start()
         else:

@@ -415,7 +415,7 @@ class WorkersRuntime(ABC):
                 for part in role.backends
             )
             return replace(spec, shares=shares)
-        environment = EnvironmentRole.of(role) if role.kind == "environment" else None
+        environment = EnvironmentRole.of(role, self.plan) if role.kind == "environment" else None
         return replace(spec, plugin=self._choice(role.backend), environment=environment)
 
     def _choice(self, backend: BackendPlan) -> PluginChoice:

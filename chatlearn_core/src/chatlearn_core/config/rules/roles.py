@@ -221,7 +221,8 @@ def handles_are_roles(checked: Checked) -> Iterator[Problem]:
     """
     for name, role in checked.roles("environment"):
         record = checked.record(f"roles.{name}", EnvironmentSpec)
-        wanted = None if record is None else {handle: RoleUse() for handle in record.uses}
+        further = role.uses if record is not None and record.more_uses else ()
+        wanted = None if record is None else {handle: RoleUse() for handle in (*record.uses, *further)}
         yield from _handles(checked, name, ("roles", name), f"environment '{role.backend}'", role.uses, wanted)
     for name, role in checked.roles("reward"):
         if not role.parts:
