@@ -28,7 +28,7 @@ from chatlearn_runtime_kit.restart_budget import RestartBudget, Tell
 Resync = Callable[[int], Awaitable[None]]
 _RETRY_S = 1.0
 """After this time without an answer, requests are aborted once more: some may have started only then."""
-_WAITS: Final = "waits until the trainer's updates end"
+_WAITS: Final = "waits for the next version"
 T = TypeVar("T")
 
 
@@ -104,8 +104,8 @@ class ReplicaFleet(ABC, Generic[R]):
         """The version that a rebuilt replica gets."""
         self._is_kept: Callable[[], bool] = lambda: False
         """Whether a rebuilt replica gets it without the trainer."""
-        self._are_held = False
-        """Whether updates are changing the trainer's weights."""
+        self._trainer: Literal["unchanged", "changing", "ahead"] = "unchanged"
+        """Whether the trainer has the weights that replicas serve, is between two updates, or has the next version."""
         self._unsynced: set[int] = set()
         """Rebuilt replicas without the weights of a version."""
         self._num_loading = 0
@@ -295,7 +295,7 @@ class ReplicaFleet(ABC, Generic[R]):
                 )
             confirmed[index] = receipt
 
-        self.resync, self._version, self._are_held = resync, policy_version, False
+        self.resync, self._version, self._trainer = resync, policy_version, "unchanged"
         self._is_kept = lambda: keeps(self._version)
         self._taking = {}
         await self.revive()
@@ -311,14 +311,14 @@ class ReplicaFleet(ABC, Generic[R]):
 
     async def hold_rebuilds(self) -> None:
         """See ``GeneratorFleet``. Waits for rebuilt replicas that are loading weights."""
-        self._are_held = True
+        self._trainer = "changing"
         await self._none_loads.wait()
 
     async def release_rebuilds(self, policy_version: int) -> None:
-        """See ``GeneratorFleet``. Replicas that wait for weights get these only if no other replica serves; otherwise
-        the next sync brings them.
+        """See ``GeneratorFleet``. Rebuilt replicas get these weights only if no other serves; otherwise with the next
+        sync.
         """
-        self._are_held = False
+        self._trainer = "ahead"
         if not self._is_kept():
             self._version = policy_version
         if not self.accepting:
@@ -404,7 +404,8 @@ class ReplicaFleet(ABC, Generic[R]):
         replica = self.replicas[index] = await self._launch(index)
         if self.resync is None:
             return
-        if not self._are_held or self._is_kept():
+        waits = self._trainer == "changing" or (self._trainer == "ahead" and self.accepting)
+        if not waits or self._is_kept():
             await self._load_weights(index, replica)
         elif index not in self._unsynced:
             self._unsynced.add(index)
