@@ -28,6 +28,9 @@ class Deaths:
         self.num_updates = 0
         self.replicas: list[DyingGenerator] = []
         self.rebuilt = threading.Event()
+        self.at_sync: int | None = None
+        """Replica 1 dies when replica 0 begins to load for the n-th time."""
+        self.num_syncs = 0
         self.served: dict[int, set[str]] = defaultdict(set)
         """Version -> hashes of the weights that sampled under it."""
 
@@ -48,6 +51,13 @@ class DyingGenerator(FakeGenerator):
         DEATHS.replicas.append(self)
         if DEATHS.num_updates and self.context.replica == 0:
             DEATHS.rebuilt.set()
+
+    def stop_serving(self) -> None:
+        super().stop_serving()
+        if self.context.replica == 0:
+            DEATHS.num_syncs += 1
+            if DEATHS.num_syncs == DEATHS.at_sync:
+                DEATHS.replicas[1].die("killed")
 
     def _append_token(self, run: Any, forced: int | None = None) -> int:
         tensors = (tensor.numpy().tobytes() for _, tensor in sorted(self._weights.items()))
@@ -123,3 +133,16 @@ async def test_weights_between_two_updates_are_never_served(
         await runs.make("undisturbed", {"mode": mode}, *settings).train()
         undisturbed = runs.result("undisturbed")
         assert all((found[name] == undisturbed[name]) != lone for name in RESULTS)
+
+
+async def test_a_replica_that_dies_while_another_loads_is_rebuilt_beside_the_sync(runs: Any, deaths: Deaths) -> None:
+    """Its requests rebuild it during the sync, in which it has a turn of its own."""
+    deaths.at_update, deaths.at_sync = None, 3
+    rolling = ("weight_sync.fleet_rule=rolling", "train.steps=4", "runtime.options.max_generator_restarts=1")
+    rollout = {"mode": "async", "options": {"during_sync": "continue"}}
+    run: Run = runs.make("killed", rollout, SLOW, *rolling)
+    assert (await run.train())["status"] == "completed"
+    assert len(deaths.replicas) == 3
+    assert len(deaths.served) >= 2
+    assert all(len(hashes) == 1 for hashes in deaths.served.values())
+    assert runs.result("killed")["totals"]["samples/trained"] == 4 * 3 * 2

@@ -604,8 +604,12 @@ async def test_another_replica_takes_the_requests_of_one_that_died_during_update
     assert (await task).request_id == "g#0"
     await fleet.release_rebuilds(2)
     assert (weights.given, fleet.accepting) == ([], {1}), "the sync that follows brings the weights"
+    await fleet.restart(0, fleet.replicas[0], BackendError("killed after the updates"))
+    assert (weights.given, fleet.accepting) == ([], {1})
+    await fleet.restart(1, fleet.replicas[1], BackendError("killed after the updates"))
+    assert (weights.given, fleet.accepting) == ([(1, 2)], {1}), "no other replica serves"
     await weights.sync(2)
-    assert (weights.given, fleet.accepting) == ([], {0, 1})
+    assert (weights.given, fleet.accepting) == ([(1, 2)], {0, 1})
 
 
 async def test_a_version_that_the_transport_keeps_reaches_a_replica_during_updates(executor: SerialExecutor) -> None:
@@ -644,7 +648,7 @@ async def test_a_request_that_waits_too_long_for_the_updates_says_so(executor: S
     with pytest.raises(BackendTimeoutError) as caught:
         await fleet.generate(make_request(1))
     assert str(caught.value).endswith(
-        "within 0.01 s (roles.generator.timeout_s): replica 0 waits until the trainer's updates end. Raise it, or "
+        "within 0.01 s (roles.generator.timeout_s): replica 0 waits for the next version. Raise it, or "
         "choose a weight sync that keeps each version (weight_sync.backend: checkpoint)"
     )
     fleet.timeout_s = 30.0

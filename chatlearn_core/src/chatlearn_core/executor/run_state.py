@@ -60,6 +60,7 @@ class RunState:
     """States of the parts when the step was complete."""
 
     def __post_init__(self) -> None:
+        self.parts = {**self.parts, "alarms": self.alarms}
         self._initial = self._states = self._states_now()
 
     def _states_now(self) -> dict[str, dict[str, Any]]:
@@ -129,4 +130,4 @@ class RunState:
 
     def _start_over(self) -> None:
         """Forget everything recorded about steps that are repeated."""
-        self.alarms, self.line, self.pending, self.buffered = Alarms(), {}, (), None
+        self.line, self.pending, self.buffered = {}, (), None

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from chatlearn_core.exceptions import TrainerLostError
 from chatlearn_core.protocols.algorithm import Split
@@ -39,6 +39,7 @@ RoleIsUp = Callable[[str], Awaitable[None]]
 Derive = Callable[[TrainBatch], Derived]
 AskGenerator = Callable[[str, GenerateRequest], Awaitable[Completion]]
 """``(role, request)`` -> the completion of a generator role; raises as ``GeneratorFleet.generate`` does."""
+AtSync = Literal["none", "abort", "pause"]
 LendWeights = Callable[[str], AbstractAsyncContextManager[None]]
 """``async with lend_weights(trainer)``: keeps the trainer's weights on its devices during the block."""
 
@@ -130,6 +131,10 @@ class GeneratorFleet(ModelGroup, Protocol):
     @property
     def policy_version(self) -> int:
         """Oldest version among the serving replicas."""
+
+    at_sync: AtSync
+    """What becomes of the open requests of a replica before it loads weights in a sync: ``abort`` ends them with the
+    tokens so far, ``pause`` pauses the replica until it has loaded. By default ``none``: nothing."""
 
     @property
     def num_replicas(self) -> int: ...

@@ -14,6 +14,7 @@ from chatlearn_core.exceptions import BackendError, ConfigError, RoleLostError
 from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.executor.rollouts.pending import Group, Progress
 from chatlearn_core.executor.step_samples import RolloutRequest
+from chatlearn_core.protocols import AtSync
 from chatlearn_core.types import Completion, GenerateRequest
 
 _RETRY_S = 1.0
@@ -23,14 +24,16 @@ _RETRY_S = 1.0
 class InterruptibleCompletions:
     """Answers the flow's calls on generators: a ``CompletionSource``.
 
-    Between ``interrupt`` and ``resume`` no request of the roles is open, or all are paused in the engine. A request
-    that was aborted is made again with the tokens so far; its random numbers depend on the token, so its tokens are
-    those of the weights that serve each of them.
+    Between ``interrupt`` and ``resume`` no request of the roles is open, or all are paused in the engine; with
+    ``continue``, fleets interrupt those of a replica when it loads weights. A request that was aborted is made again
+    with the tokens so far; its random numbers depend on the token, so its tokens are those of the weights that serve
+    each of them.
 
     Args:
         rollouts: the rollout managers, which send the requests.
         roles: generator roles whose weights change. Requests to others pass unchanged.
         how: what becomes of open requests; with ``wait``, ``interrupt`` is called when there are none.
+        at_sync: how fleets interrupt the requests of a replica, with ``continue``.
         log: records interruptions by ``abort``.
         replay: interruptions to repeat.
         keeps_progress: whether a sample is one completion, so that its tokens are kept for checkpoints.
@@ -44,6 +47,7 @@ class InterruptibleCompletions:
         roles: Collection[str],
         how: DuringSync,
         *,
+        at_sync: AtSync = "none",
         log: AdmissionLog | None = None,
         replay: Replay | None = None,
         keeps_progress: bool = True,
@@ -53,6 +57,7 @@ class InterruptibleCompletions:
         self.rollouts = rollouts
         self.roles = frozenset(roles)
         self.how = how
+        self.at_sync = at_sync
         self.log = log
         self.replay = replay
         self.keeps_progress = keeps_progress
@@ -111,8 +116,11 @@ class InterruptibleCompletions:
                 continue
             number = self._num_interruptions
             completion = await self._call(role, replace(asked, resume_from=self._parts.get(asked.id)))
-            if completion.finish_reason != "abort" or number == self._num_interruptions:
+            was_interrupted = self.how == "continue" or number != self._num_interruptions
+            if completion.finish_reason != "abort" or not was_interrupted:
                 return completion
+            if self.how == "continue":  # no interrupt fetches it
+                [completion] = await self.rollouts.runtime.data.aget_completions([completion])
             self._keep(asked.id, completion)
 
     async def _sample_to(self, cut: int, role: str, asked: GenerateRequest) -> None:
@@ -152,7 +160,7 @@ class InterruptibleCompletions:
     # Weight syncs
 
     async def interrupt(self, in_flight: Collection[str]) -> None:
-        """Let no request sample until ``resume``.
+        """Let no request sample until ``resume``; with ``continue``, let fleets interrupt them.
 
         Args:
             in_flight: ids of the samples whose rollouts are unfinished, for the record.
@@ -161,6 +169,10 @@ class InterruptibleCompletions:
             BackendError: a replica that lives could not be asked.
             ConfigError: the record that is repeated does not fit.
         """
+        if self.how == "continue":
+            for role in self.roles:
+                self.rollouts.runtime.generator(role).at_sync = self.at_sync
+            return
         self._open.clear()
         if self.how == "pause":
             await self._pause()

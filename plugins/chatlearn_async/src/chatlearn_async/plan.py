@@ -8,6 +8,7 @@ from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.flow import Graph
 from chatlearn_core.plugins.compatibility import kv_after_sync_of
 from chatlearn_core.plugins.records import GeneratorSpec
+from chatlearn_core.protocols import AtSync
 
 _KV_TEXT = {
     "recomputed": "stay in the engine, which recomputes their KV cache under the new weights",
@@ -56,13 +57,19 @@ def asynchronous(options: AsyncOptions, loaded: LoadedConfig, graph: Graph) -> l
     ]
     if how == "wait":
         return [*lines, "at a weight sync: wait until every rollout has ended"]
+    which = "unfinished completions"
+    if how == "continue":
+        lines.append("at a weight sync: completions go on, except on the replicas whose turn it is to load weights")
+        which += " of these replicas"
     for role in serving_generators(loaded):
         choice = loaded.plugin("roles", role)
         assert isinstance(choice.record, GeneratorSpec)
         text = "are aborted and resume from their tokens under the new weights"
-        if how == "pause":
+        if how == "continue":
+            text = "are aborted and resume from their tokens on other replicas"
+        if at_sync(how, loaded) == "pause":
             text = _KV_TEXT[kv_after_sync_of(choice.record, choice.options)]
-        lines.append(f"at a weight sync: unfinished completions of {role} ({choice.record.name}) {text}")
+        lines.append(f"at a weight sync: {which} of {role} ({choice.record.name}) {text}")
     if options.replay is not None:
         lines.append(f"repeats the run that recorded {options.replay}")
     return lines
@@ -76,6 +83,7 @@ def during_sync(options: AsyncOptions, loaded: LoadedConfig, graph: Graph) -> Du
     """
     key = f"{loaded.source}: rollout.options.during_sync"
     problems = {"abort": _abort_problem(loaded), "pause": _pause_problem(loaded)}
+    problems["continue"] = _turns_problem(loaded) or (problems["pause"] and problems["abort"])
     if used := _used_generator(loaded, graph):
         problems = dict.fromkeys(problems, used)
     how: DuringSync = "wait"
@@ -84,6 +92,8 @@ def during_sync(options: AsyncOptions, loaded: LoadedConfig, graph: Graph) -> Du
         problem = problems.get(how)
         if problem is not None:
             raise ConfigError(f"{key} is {how!r}, but {problem}. Set it to auto, or to wait")
+    elif problems["continue"] is None and options.replay is None:
+        how = "continue"
     elif problems["abort"] is None:
         how = "abort"
     elif problems["pause"] is None:
@@ -123,6 +133,13 @@ def _turns_lines(graph: Graph, together: bool) -> list[str]:
     return ["turns: each rollout asks for its next turn at once; a slow tool delays no other rollout"]
 
 
+def at_sync(how: DuringSync, loaded: LoadedConfig) -> AtSync:
+    """What interrupts completions: ``abort``, if how is ``continue`` and the generators permit both."""
+    if how == "continue":
+        return "pause" if _abort_problem(loaded) else "abort"
+    return "none" if how == "wait" else how
+
+
 def serving_generators(loaded: LoadedConfig) -> list[str]:
     """The generator roles that serve the run's model."""
     return [name for name, role in loaded.config.roles.items() if role.kind == "generator" and role.model is None]
@@ -140,6 +157,16 @@ def _check_generates(loaded: LoadedConfig, graph: Graph) -> None:
             f"{loaded.source}: rollout.mode is {loaded.config.rollout.mode!r}, but the flow of algorithm "
             f"{loaded.config.algorithm.name!r} generates nothing. Set rollout.mode: sync"
         )
+
+
+def _turns_problem(loaded: LoadedConfig) -> str | None:
+    rule = loaded.config.weight_sync.fleet_rule
+    if rule == "rolling":
+        return None
+    return (
+        f"weight_sync.fleet_rule is {rule!r}, with which all replicas load at once. Set it to rolling, which lets them "
+        "load in turns"
+    )
 
 
 def _abort_problem(loaded: LoadedConfig) -> str | None:
@@ -179,7 +206,7 @@ def _check_replay(how: DuringSync, loaded: LoadedConfig, graph: Graph) -> None:
     if how != "abort":
         raise ConfigError(
             f"{key} repeats where completions were interrupted, which only during_sync: abort determines; it is "
-            f"{how!r}. Remove replay, or choose a generator that resumes completions"
+            f"{how!r}. Remove replay, or set during_sync: abort with a generator that resumes completions"
         )
     if not makes_samples_in_one_call(graph):
         raise ConfigError(

@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from chatlearn_async.admissions import AdmissionLog, Replay
 from chatlearn_async.interruption import InterruptibleCompletions
 from chatlearn_async.options import AsyncOptions, DuringSync, OneStepOffOptions
-from chatlearn_async.plan import during_sync, makes_samples_in_one_call, turns_together
+from chatlearn_async.plan import at_sync, during_sync, makes_samples_in_one_call, turns_together
 from chatlearn_async.timeline import FILE, Timeline
 from chatlearn_async.wave import Wave
 from chatlearn_core.config.models import TrainConfig
@@ -268,9 +269,22 @@ class AsyncRolloutProducer(RolloutProducer):
             found += wave.finished() if wave.is_done else map(partial(self._in_flight, wave), wave.groups)
         finished = RolloutBuffer(self.max_staleness, self.serving)
         finished.admit(group for group in found if isinstance(group, FinishedGroup))
+        await self._fetch_progress([group for group in found if isinstance(group, Group)])
         plain = await finished.with_values(self.scheduler.runtime.data)
         values = {group.id: Group(list(group.requests)) for group in plain.groups}
         return tuple(values[group.id] if isinstance(group, FinishedGroup) else group for group in found)
+
+    async def _fetch_progress(self, groups: Iterable[Group]) -> None:
+        """Replace references in the progress of groups by values."""
+        known = [
+            (group, index, one.completion)
+            for group in groups
+            for index, one in enumerate(group.progress)
+            if one.completion is not None
+        ]
+        values = await self.scheduler.runtime.data.aget_completions([completion for _, _, completion in known])
+        for (group, index, _), value in zip(known, values, strict=True):
+            group.progress[index] = replace(group.progress[index], completion=value)
 
     def _in_flight(self, wave: Wave, group: Group) -> Group | FinishedGroup:
         """A group of a wave that is not done."""
@@ -323,6 +337,7 @@ def _producer(
         parts.rollouts,
         serving,
         how,
+        at_sync=at_sync(how, assembly.loaded),
         log=AdmissionLog(assembly.plan.run_dir) if how == "abort" else None,
         replay=replay,
         keeps_progress=makes_samples_in_one_call(assembly.graph),

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-Absence = Literal["loads weights", "is rebuilt", "waits until the trainer's updates end"]
+Absence = Literal["loads weights", "is rebuilt", "waits for the next version"]
 
 
 class ReplicaAvailability:

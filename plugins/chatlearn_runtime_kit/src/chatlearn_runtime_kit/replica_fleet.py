@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Final, Generic, Literal, Protocol, TypeVar
 
@@ -18,7 +18,7 @@ from chatlearn_core.exceptions import (
     WeightSyncError,
     WorkerPlace,
 )
-from chatlearn_core.protocols import MemoryAction, MemoryEvent, MemoryPart, OnTokens
+from chatlearn_core.protocols import AtSync, MemoryAction, MemoryEvent, MemoryPart, OnTokens
 from chatlearn_core.runtime.health import health_words
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState, SyncReceipt
 from chatlearn_runtime_kit.pausable_timeouts import PausableTimeouts
@@ -26,7 +26,9 @@ from chatlearn_runtime_kit.replica_availability import ReplicaAvailability
 from chatlearn_runtime_kit.restart_budget import RestartBudget, Tell
 
 Resync = Callable[[int], Awaitable[None]]
-_WAITS: Final = "waits until the trainer's updates end"
+_RETRY_S = 1.0
+"""After this time without an answer, requests are aborted once more: some may have started only then."""
+_WAITS: Final = "waits for the next version"
 T = TypeVar("T")
 
 
@@ -102,14 +104,19 @@ class ReplicaFleet(ABC, Generic[R]):
         """The version that a rebuilt replica gets."""
         self._is_kept: Callable[[], bool] = lambda: False
         """Whether a rebuilt replica gets it without the trainer."""
-        self._are_held = False
-        """Whether updates are changing the trainer's weights."""
+        self._trainer: Literal["unchanged", "changing", "ahead"] = "unchanged"
+        """Whether the trainer has the weights that replicas serve, is between two updates, or has the next version."""
         self._unsynced: set[int] = set()
         """Rebuilt replicas without the weights of a version."""
         self._num_loading = 0
         """Number of rebuilt replicas that are loading weights."""
         self._none_loads = asyncio.Event()
         self._none_loads.set()
+        self.at_sync: AtSync = "none"
+        self._open: list[set[asyncio.Future[None]]] = [set() for _ in range(num_replicas)]
+        """Per replica: one future for each open request, done when it has ended."""
+        self._taking: dict[int, R] = {}
+        """The replicas that took, or failed to take, the weights of the current sync."""
         self._restart_budget = RestartBudget(
             name, max_restarts, setting="runtime.options.max_generator_restarts", event="replica_rebuilt", tell=tell
         )
@@ -196,8 +203,9 @@ class ReplicaFleet(ABC, Generic[R]):
             serving, num_absences = self.replicas[index], self._availability.num_absences(index)
             cause: Exception
             try:
-                async with self._timeouts.limit(self.timeout_s) as limit:
-                    return await serving.generate(request, on_tokens)
+                with self._counted(index):
+                    async with self._timeouts.limit(self.timeout_s) as limit:
+                        return await serving.generate(request, on_tokens)
             except ChatLearnError as error:
                 if serving.state != "dead":
                     if isinstance(error, BackendTimeoutError) or num_absences == self._availability.num_absences(index):
@@ -215,6 +223,16 @@ class ReplicaFleet(ABC, Generic[R]):
                     raise cause from error
             await self._running.wait()  # while paused, the trainer's weights may match no version
             await self.restart(index, serving, cause)
+
+    @contextmanager
+    def _counted(self, index: int) -> Iterator[None]:
+        ended = asyncio.get_running_loop().create_future()
+        self._open[index].add(ended)
+        try:
+            yield
+        finally:
+            self._open[index].remove(ended)
+            ended.set_result(None)
 
     async def _place(self, request: GenerateRequest, wanted: int) -> int:
         """The wanted replica, or one that accepts requests while it does not; waits if none does."""
@@ -277,26 +295,30 @@ class ReplicaFleet(ABC, Generic[R]):
                 )
             confirmed[index] = receipt
 
-        self.resync, self._version, self._are_held = resync, policy_version, False
+        self.resync, self._version, self._trainer = resync, policy_version, "unchanged"
         self._is_kept = lambda: keeps(self._version)
+        self._taking = {}
         await self.revive()
         for receipt in await transfer():
-            confirmed[receipt.replica] = receipt
-            self._have_weights([receipt.replica])
-            if receipt.state == "dead":
-                await self.restart(receipt.replica, self.replicas[receipt.replica], WeightSyncError(receipt.error))
+            index = receipt.replica
+            self._have_weights([index])
+            if receipt.state != "dead":
+                confirmed[index] = receipt
+                continue
+            await self.restart(index, self._taking.get(index, self.replicas[index]), WeightSyncError(receipt.error))
+            confirmed.setdefault(index, receipt)
         return [confirmed[index] for index in sorted(confirmed)]
 
     async def hold_rebuilds(self) -> None:
         """See ``GeneratorFleet``. Waits for rebuilt replicas that are loading weights."""
-        self._are_held = True
+        self._trainer = "changing"
         await self._none_loads.wait()
 
     async def release_rebuilds(self, policy_version: int) -> None:
-        """See ``GeneratorFleet``. Replicas that wait for weights get these only if no other replica serves; otherwise
-        the next sync brings them.
+        """See ``GeneratorFleet``. Rebuilt replicas get these weights only if no other serves; otherwise with the next
+        sync.
         """
-        self._are_held = False
+        self._trainer = "ahead"
         if not self._is_kept():
             self._version = policy_version
         if not self.accepting:
@@ -323,6 +345,32 @@ class ReplicaFleet(ABC, Generic[R]):
         with self._availability.absent(replicas, "loads weights"):
             yield
             self._have_weights(replicas)
+
+    @asynccontextmanager
+    async def interrupted(self, replicas: Collection[int]) -> AsyncIterator[None]:
+        """During the block these replicas take the weights of a sync; before it, ``at_sync`` acts on their requests. To
+        be entered in ``loading``, so that requests that are made again go to other replicas.
+        """
+        if self.at_sync == "abort":
+            await every(self._end_requests(index) for index in replicas)
+        taking = {index: self.replicas[index] for index in replicas}
+        self._taking |= taking
+        if self.at_sync != "pause":
+            yield
+            return
+        await every(self._tell(replica, "pause") for replica in taking.values() if replica.state != "dead")
+        try:
+            yield
+        finally:
+            await every(self._tell(replica, "resume") for replica in taking.values() if replica.state != "dead")
+
+    async def _end_requests(self, index: int) -> None:
+        """Abort the requests of a replica, and wait until all have ended."""
+        while self._open[index]:
+            if self.replicas[index].state != "dead":
+                await self._tell(self.replicas[index], "abort", None)
+            if left := list(self._open[index]):
+                await asyncio.wait(left, timeout=_RETRY_S)
 
     def _have_weights(self, replicas: Collection[int]) -> None:
         if back := self._unsynced.intersection(replicas):
@@ -356,7 +404,8 @@ class ReplicaFleet(ABC, Generic[R]):
         replica = self.replicas[index] = await self._launch(index)
         if self.resync is None:
             return
-        if not self._are_held or self._is_kept():
+        waits = self._trainer == "changing" or (self._trainer == "ahead" and self.accepting)
+        if not waits or self._is_kept():
             await self._load_weights(index, replica)
         elif index not in self._unsynced:
             self._unsynced.add(index)
