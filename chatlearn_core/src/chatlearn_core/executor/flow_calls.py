@@ -216,7 +216,7 @@ def output_request(node: Node, sampling: SamplingParams) -> OutputRequest:
     """What a call on a trainer asks for, in a run that samples so."""
     arguments = {name: value for name, value in node.arguments.items() if name not in _NOT_OUTPUTS}
     temperature = node.arguments.get("temperature", sampling.temperature or 1.0)
-    return OutputRequest(frozenset(node.output_fields), temperature, arguments)
+    return OutputRequest(frozenset(node.method.outputs), temperature, arguments)
 
 
 async def apply_function(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:

@@ -129,8 +129,8 @@ def check_scores(loaded: LoadedConfig, graph: Graph) -> None:
         if not record.scores:
             raise ConfigError(
                 f"{node.source}: {node.name} asks for logprobs of given tokens, which generator {record.name!r} (role "
-                f"{node.role!r}) does not give. Choose a generator that does (transformers), or a trainer role and its "
-                "method logprobs"
+                f"{node.role!r}) does not give. Choose a generator that does (transformers, vllm), or a trainer role "
+                "and its method logprobs"
             )
 
 
@@ -147,7 +147,7 @@ def check_uses(loaded: LoadedConfig, registry: PluginRegistry, roles: Collection
             if isinstance(record, GeneratorSpec) and use.scores and not record.scores:
                 raise ConfigError(
                     f"{key}.uses.{handle} is {used!r}: this reward asks it for logprobs of given tokens, which "
-                    f"generator {record.name!r} does not give. Choose a generator that does (transformers)"
+                    f"generator {record.name!r} does not give. Choose a generator that does (transformers, vllm)"
                     + (", or a trainer role" if "trainer" in use.kinds else "")
                 )
             if isinstance(record, TrainerSpec):

@@ -380,6 +380,9 @@ class FlowMethodSpec(PluginRecord):
     action: ImportString = "chatlearn_core.executor.flow_calls:compute"
     """``async action(call: FlowCall, requests: Sequence[RolloutRequest]) -> None`` executes the call for samples that
     are ready and stores its results in them."""
+    other_samples: ImportString | None = None
+    """``function(samples, max_length) -> samples``: the samples whose ``outputs`` the action requests, if they are not
+    those of the call. Only ``adds`` becomes data of the latter then."""
     by_text: bool = False
     """Whether the role receives text alone, so that its tokenizer may be another than the run's."""
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from chatlearn_algorithms.role_logprobs import role_logprobs
 from chatlearn_core.exceptions import DataError
@@ -18,12 +20,20 @@ from chatlearn_core.types import Sample
 
 
 async def mismatched_logprobs(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
-    """Write the summed logprob of each sample's partner into ``sequence_data``."""
+    """Write the summed logprob of each sample's partner into ``sequence_data``: computed by the role, or read from the
+    run's cache.
+    """
     samples = [sample for request in requests for sample in request.samples if sample.loss_mask.any()]
     if not samples:
         return
     others = mismatched(samples, call.max_length)
-    for sample, logprobs in zip(samples, await role_logprobs(call, others), strict=True):
+    found: Sequence[npt.NDArray[Any]]
+    if call.cached is not None and call.node.kind == "cache":
+        # Of a pair whose completion the longest length cuts off, nothing is kept.
+        found = [call.cached.arrays(call, one)["logprobs"] if one.loss_mask.any() else np.zeros(1) for one in others]
+    else:
+        found = await role_logprobs(call, others)
+    for sample, logprobs in zip(samples, found, strict=True):
         sample.sequence_data[call.node.fields[0]] = float(logprobs.sum(dtype=np.float64))
 
 

@@ -94,7 +94,9 @@ def chatlearn_flow_methods() -> Iterable[FlowMethodSpec]:
         FlowMethodSpec(
             name="trainer.mismatched_logprobs",
             summary="Summed logprobs of each prompt with a completion of another prompt (KTO, arXiv 2402.01306).",
-            arguments="chatlearn_core.flow.arguments:ComputeArguments",
+            arguments="chatlearn_algorithms.call_arguments:MismatchedArguments",
+            outputs=("logprobs",),
+            other_samples="chatlearn_algorithms.mismatched:mismatched",
             adds=("{name}_mismatched_logprobs",),
             granularity="batch",
             action="chatlearn_algorithms.mismatched:mismatched_logprobs",
@@ -102,7 +104,7 @@ def chatlearn_flow_methods() -> Iterable[FlowMethodSpec]:
         FlowMethodSpec(
             name="trainer.text_logprobs",
             summary="Logprobs of the completions' text under a model with its own tokenizer and chat template.",
-            arguments="chatlearn_algorithms.text_arguments:TextLogprobsArguments",
+            arguments="chatlearn_algorithms.call_arguments:TextLogprobsArguments",
             adds=("{name}_text_logprobs", "{name}_text_spans"),
             granularity="batch",
             changes=True,

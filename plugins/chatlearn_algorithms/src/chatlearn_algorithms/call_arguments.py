@@ -1,10 +1,16 @@
-"""Arguments of the flow method ``trainer.text_logprobs``."""
+"""Arguments of the flow methods of this distribution."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
 from chatlearn_core.flow.arguments import ComputeArguments
+
+
+class MismatchedArguments(ComputeArguments):
+    """How to compute mismatched logprobs."""
+
+    cache: bool = Field(False, description="Keep the results on disk, as other calls on frozen roles do.")
 
 
 class TextLogprobsArguments(ComputeArguments):
