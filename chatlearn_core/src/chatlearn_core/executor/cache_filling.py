@@ -9,7 +9,7 @@ from typing import Any
 from chatlearn_core.executor.assembly import Assembly
 from chatlearn_core.executor.cached_calls import CachedCalls, cached_nodes
 from chatlearn_core.executor.component_factory import build_runtime
-from chatlearn_core.executor.decisions import build_sampler
+from chatlearn_core.executor.decisions import build_sampler, next_draws
 from chatlearn_core.flow import Node
 from chatlearn_core.metrics import Timers
 from chatlearn_core.types import ExampleDraw, Sample, SamplingParams, evaluation_draw
@@ -73,4 +73,4 @@ def _expected_draws(assembly: Assembly, sampler_state: dict[str, Any], steps: in
         return [ExampleDraw(example, 0, example.id) for example in assembly.train_set]
     sampler = build_sampler(assembly.loaded, assembly.registry, assembly.train_set.datasets)
     sampler.load_state_dict(sampler_state)
-    return sampler.next_batch(count) if count else []
+    return next_draws(sampler, count) if count else []

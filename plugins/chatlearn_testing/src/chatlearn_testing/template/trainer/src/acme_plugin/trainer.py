@@ -41,6 +41,9 @@ class AcmeTrainer:
     def __init__(self, options: AcmeOptions, context: RoleContext) -> None:
         if context.model is None:
             raise ConfigError(f"roles.{context.role}: a trainer needs a model; set its model.path")
+        if context.engine_arguments:
+            given = ", ".join(context.engine_arguments)
+            raise ConfigError(f"roles.{context.role}.engine: trainer 'acme' takes no engine arguments: remove {given}")
         self.options = options
         self.context = context
         self._source = context.model
