@@ -42,8 +42,8 @@ class AcmeTrainer:
         if context.model is None:
             raise ConfigError(f"roles.{context.role}: a trainer needs a model; set its model.path")
         if context.engine_arguments:
-            given = ", ".join(context.engine_arguments)
-            raise ConfigError(f"roles.{context.role}.engine: trainer 'acme' takes no engine arguments: remove {given}")
+            given = f"roles.{context.role}.engine: remove {', '.join(context.engine_arguments)}"
+            raise ConfigError(f"{given}; trainer 'acme' takes no engine arguments")
         self.options = options
         self.context = context
         self._source = context.model
