@@ -42,8 +42,10 @@ class AcmeTrainer:
         if context.model is None:
             raise ConfigError(f"roles.{context.role}: a trainer needs a model; set its model.path")
         if context.engine_arguments:
-            given = f"roles.{context.role}.engine: remove {', '.join(context.engine_arguments)}"
-            raise ConfigError(f"{given}; trainer 'acme' takes no engine arguments")
+            raise ConfigError(
+                f"roles.{context.role}.engine: 'acme' takes no engine arguments; remove"
+                f" {', '.join(sorted(context.engine_arguments))}"
+            )
         self.options = options
         self.context = context
         self._source = context.model
