@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     _receiver(
         "foreign_offer_is_raw",
-        "if not isinstance(offer.content, AcmeOffer):",
+        "if not isinstance(offer.content, FilesOffer):",
         "if False:",
         "test_a_foreign_offer_is_refused",
     ),

@@ -80,6 +80,11 @@ def engine_problems(arguments: dict[str, object]) -> dict[str, str]:
     return dict.fromkeys(unknown, "unknown; did you mean 'revision'?")
 
 
+def no_problems(arguments: dict[str, object]) -> dict[str, str]:
+    """Of an engine that takes anything."""
+    return {}
+
+
 def entry(record: PluginRecord) -> PluginEntry:
     return PluginEntry(
         name=record.name, kind=record.kind, distribution="acme", version="0.3.0", status="ok", record=record
@@ -98,7 +103,13 @@ def transport(name: str, **fields: object) -> WeightSyncSpec:
 
 def make_registry() -> PluginRegistry:
     records = [
-        TrainerSpec(name="fsdp", heads=frozenset({"lm", "value"}), max_ranks=2, **code("TrainerOptions")),
+        TrainerSpec(
+            name="fsdp",
+            heads=frozenset({"lm", "value"}),
+            max_ranks=2,
+            check_engine=f"{OPTIONS_MODULE}:no_problems",
+            **code("TrainerOptions"),
+        ),
         TrainerSpec(name="careless", **code("Careless")),
         TrainerSpec(name="raising", **code("Raising")),
         TrainerSpec(name="missing_options", **code("Nothing")),
@@ -118,6 +129,9 @@ def make_registry() -> PluginRegistry:
             **code("Empty"),
         ),
         GeneratorSpec(
+            name="raw", seeded=True, bases=frozenset({"raw"}), channels=frozenset({"tensors"}), **code("Empty")
+        ),
+        GeneratorSpec(
             name="engineless", seeded=True, requires=(("acme-engine>=9",),), own_interpreter=True, **code("Empty")
         ),
         EnvironmentSpec(name="game", **code("Empty")),
@@ -128,6 +142,12 @@ def make_registry() -> PluginRegistry:
         AlgorithmSpec(
             name="grpo",
             roles=(("trainer", "trainer"), ("generator", "generator"), ("reward", "reward")),
+            **code("GroupOptions"),
+        ),
+        AlgorithmSpec(
+            name="ratios",
+            roles=(("trainer", "trainer"), ("generator", "generator"), ("reward", "reward")),
+            compares_generator_logprobs=True,
             **code("GroupOptions"),
         ),
         AlgorithmSpec(name="sft", roles=(("trainer", "trainer"),), **code("Empty")),
@@ -148,7 +168,8 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> PluginRegistry:
     module = types.ModuleType(OPTIONS_MODULE)
     for model in (Empty, TrainerOptions, GroupOptions, Careless, Raising):
         setattr(module, model.__name__, model)
-    module.engine_problems = engine_problems  # type: ignore[attr-defined]  # a module made here
+    for function in (engine_problems, no_problems):
+        setattr(module, function.__name__, function)
     monkeypatch.setitem(sys.modules, OPTIONS_MODULE, module)
     return make_registry()
 

@@ -156,7 +156,29 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "    roles.trainer.backend = 'fsdp' (<text>:11)\n    set ranks to 2, or choose another trainer",
         ),
     ],
+    "compared_logprobs_have_one_basis": [
+        (
+            ["sampling.temperature=0.7", "algorithm.name=ratios", "roles.generator.backend=raw"],
+            "sampling.temperature: the algorithm compares the generator's logprobs with the trainer's, which are those "
+            "at the temperature, of which 'raw' returns none: its logprobs are of the raw distribution (got 0.7)\n"
+            "    algorithm.name = 'ratios' (MARK)\n"
+            "    roles.generator.backend = 'raw' (MARK)\n"
+            "    set the generator's option for processed logprobs, if it has one, or sample at temperature 1",
+        ),
+        (
+            ["sampling.top_k=5", "algorithm.name=ratios"],
+            "sampling.top_k: the algorithm compares the generator's logprobs with the trainer's, which are those at "
+            "the temperature, of all tokens; what is left of them by top_k is another distribution (got 5)\n"
+            "    algorithm.name = 'ratios' (MARK)\n"
+            "    set it to 0",
+        ),
+    ],
     "engine_arguments": [
+        (
+            ["roles.trainer.backend=careless", "roles.trainer.engine={a: 1}"],
+            "roles.trainer.engine: trainer 'careless' takes no engine arguments (its record has no check_engine) "
+            "(got {'a': 1})\n    roles.trainer.backend = 'careless' (MARK)\n    remove them",
+        ),
         (
             ["roles.generator.engine={revision: main, revison: 5}"],
             "roles.generator.engine.revison: generator 'transformers' does not take this engine argument: unknown; did"
@@ -476,6 +498,10 @@ def test_rule(overrides: list[str], expected: str, valid: str, registry: PluginR
         ["data.eval=[{path: e}]", "eval.samples_per_prompt=4", "eval.sampling={temperature: 0.1}"],
         ["sampling.temperature=0.0", "algorithm.options.group_size=1"],
         ["sampling.temperature=0.0", "algorithm.name=sft"],
+        ["sampling.temperature=0.7", "algorithm.name=ratios"],
+        ["sampling.temperature=0.0", "algorithm.options.group_size=1", "algorithm.name=ratios", "sampling.top_k=5"],
+        ["algorithm.name=ratios", "roles.generator.backend=raw"],
+        ["sampling.temperature=0.7", "roles.generator.backend=raw"],
         ["weight_sync.backend=direct"],
         ["checkpoint.keep_best=1", "checkpoint.metric=reward"],
         ["checkpoint.keep_best=1", "data.eval=[{path: e}]", "eval.every=2"],

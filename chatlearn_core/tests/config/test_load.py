@@ -123,7 +123,7 @@ sampling: {stop: [no]}
         "<text>:6: data.train.1.wieght: unknown key (got 2) | did you mean 'weight'? | "
         "valid keys: path, format, split, weight, name, limit, options",
         "<text>:7: algorithm.name: No algorithm named 'grpoo' (<text>:7, algorithm.name). | "
-        "installed: grpo, sft (acme 0.3.0) | Did you mean 'grpo'?",
+        "installed: grpo, ratios, sft (acme 0.3.0) | Did you mean 'grpo'?",
         "<text>:12: roles.trainer.ranks: trainer 'fsdp' runs in at most 2 rank(s) (got 3) | "
         "roles.trainer.backend = 'fsdp' (<text>:11) | set ranks to 2, or choose another trainer",
         "<text>:12: roles.trainer.ranks: the runtime 'local' hosts one rank per role, in this process (got 3) | "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from chatlearn_core.exceptions import PluginError, UnfetchedError
+from chatlearn_core.exceptions import FlowError, PluginError, UnfetchedError
 from chatlearn_core.executor.advantages import AdvantageComputer
 from chatlearn_core.executor.decisions import Decisions
 from chatlearn_core.executor.rollout_buffer import RolloutBuffer
@@ -24,6 +26,7 @@ from chatlearn_core.types import (
     Completion,
     Derived,
     ExampleDraw,
+    Metric,
     Prompt,
     Rows,
     Sample,
@@ -121,6 +124,29 @@ async def test_a_filter_sees_the_values_that_it_names_and_no_others() -> None:
     assert store.calls == [2], "one call for all samples"
     assert [block.reads for block in blocks] == [["token_ids"], ["token_ids"]]
     assert all(isinstance(sample.token_ids, ArrayRef) for sample in given), "what is trained on stays where it is"
+
+
+@pytest.mark.parametrize(
+    ("derived", "problem"),
+    [
+        ({"advantages": torch.zeros(6)}, "returned a dict; they return Derived"),
+        (Derived({"advantages": [0.0] * 6}), "returned 'advantages' as a list; data are tensors"),  # type: ignore[dict-item]
+        (Derived({"advantages": torch.full((6,), torch.nan)}), "returned 'advantages' with a value that is not finite"),
+        (Derived({3: torch.zeros(6)}), "returned 3 as a Tensor"),  # type: ignore[dict-item]
+        (Derived(exclusions={"s0": None}), "exclude sample 's0' for the reason None"),  # type: ignore[dict-item]
+        (Derived(metrics={"spread": 0.5}), "reported 'spread', which is no Metric"),  # type: ignore[dict-item]
+        (Derived(metrics={"spread": Metric(float("inf"))}), "reported spread = inf; a metric is finite"),
+    ],
+)
+async def test_what_an_algorithm_derives_is_checked(derived: Any, problem: str) -> None:
+    class Group:
+        async def derive(self, batch: TrainBatch, function: Any, split: str) -> Any:
+            return derived
+
+    group: Any = Group()
+    algorithm: Any = SimpleNamespace(advantage_split="group", advantages=lambda batch, step: derived)
+    with pytest.raises(FlowError, match=f"advantages of SimpleNamespace {problem}"):
+        await AdvantageComputer(algorithm, lambda: group).add(samples(FarBlock(7)), 1)
 
 
 async def test_a_filter_that_names_no_field_is_told_what_is_missing() -> None:

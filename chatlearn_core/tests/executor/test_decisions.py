@@ -12,13 +12,14 @@ import pytest
 
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.exceptions import CheckpointError, ConfigError, PluginError, PluginNotFoundError
-from chatlearn_core.executor.decisions import Decisions, build_decisions, build_sampler, option_schedules
+from chatlearn_core.executor.decisions import Decisions, build_decisions, build_sampler, next_draws, option_schedules
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Decision, SampleFilter, StepPolicy
-from chatlearn_core.types import Prompt, RewardResult, Sample, SamplingParams
+from chatlearn_core.types import ExampleDraw, Prompt, RewardResult, Sample, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=100)
+PROMPT = Prompt("p", np.arange(1), "?")
 PLACE = "train.step_policies.0 (acme)"
 
 
@@ -110,12 +111,24 @@ def test_policies_decide_together() -> None:
         (Decision(sampling={"max_tokens": 101}), "to 101; it must be from 1 to 100"),
         (Decision(sampling={"max_tokens": 0}), "to 0; it must be from 1 to 100"),
         (Decision(metrics={"reward": 1.0}), "adds the metric 'reward', which step 3 has already"),
-        (Decision(metrics={"note": "good"}), "with the value 'good', which is no number"),  # type: ignore[dict-item]
+        (Decision(metrics={"note": "good"}), "with the value 'good', not a finite number"),  # type: ignore[dict-item]
+        (Decision(metrics={"note": float("nan")}), "with the value nan, not a finite number"),
+        (Decision(metrics=None), "returned a Decision whose metrics is None; it is a mapping"),  # type: ignore[arg-type]
+        (Decision(sampling={3: 1}), "returned a Decision whose sampling is {3: 1}"),  # type: ignore[dict-item]
+        (Decision(stop=True), "stops the run for the reason True, which is no text"),  # type: ignore[arg-type]
+        ({"stop": "enough"}, "returned a dict; after_step returns a Decision or None"),
     ],
 )
-def test_what_may_not_be_decided(decision: Decision, message: str) -> None:
+def test_what_may_not_be_decided(decision: Any, message: str) -> None:
     with pytest.raises(PluginError, match=message):
         after(decision)
+
+
+@pytest.mark.parametrize("drawn", [None, [], ["p1", "p2"], [ExampleDraw(PROMPT, 0, "a")], (x for x in ())])
+def test_a_sampler_returns_as_many_draws_as_were_asked_for(drawn: Any) -> None:
+    sampler: Any = SimpleNamespace(next_batch=lambda size: drawn)
+    with pytest.raises(PluginError, match=r"SimpleNamespace: next_batch\(2\) returned .*a list of 2 ExampleDraw"):
+        next_draws(sampler, 2)
 
 
 def test_a_shorter_length_holds_from_the_next_step_on_and_the_schedule_bounds_it() -> None:

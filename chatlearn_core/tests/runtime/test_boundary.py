@@ -74,6 +74,15 @@ def test_token_data_may_be_integers_masks_and_finite_numbers() -> None:
     check_completion(completion(token_data=data, num_cached_tokens=2), REQUEST, ORIGIN)
 
 
+class Raises:
+    """A value that cannot be compared."""
+
+    __hash__ = None  # type: ignore[assignment]  # as of every class with __eq__
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no comparison")
+
+
 BAD_COMPLETIONS: dict[str, tuple[Any, str]] = {
     "no completion": (["tokens"], "a list was returned, not a Completion"),
     "another request's": (completion(request_id="p@1#1"), "request_id is 'p@1#1'"),
@@ -157,6 +166,24 @@ BAD_COMPLETIONS: dict[str, tuple[Any, str]] = {
         "num_cached_tokens is None; it is a number of",
     ),
     "fewer than no cached tokens": (completion(num_cached_tokens=-1), "num_cached_tokens is -1; it is a number of"),
+    "an empty stop": (
+        completion(
+            token_ids=np.zeros(0, int), logprobs=np.zeros(0), raw_logprobs=None, version_spans=(), token_data={}
+        ),
+        "finish_reason is 'stop' without a token",
+    ),
+    "a span of text": (
+        completion(version_spans=(VersionSpan(0, "3", 0),)),
+        r"version_spans has \(0, '3', 0\); .* integers",
+    ),
+    "a span without version": (completion(version_spans=(VersionSpan(0, 3, None),)), "integers"),
+    "a span of floats": (completion(version_spans=(VersionSpan(0, 3.0, 1),)), "integers"),
+    "another seed": (
+        completion(sampling=SamplingParams(4, seed=7)),
+        "its sampling parameters have seed=7, which is not",
+    ),
+    "another limit": (completion(sampling=SamplingParams(5)), "its sampling parameters have max_tokens=5"),
+    "values that raise": (completion(request_id=Raises()), "it cannot be read: RuntimeError: no comparison"),
     "a raw NaN": (completion(raw_logprobs=np.array([NAN, 0, 0], np.float32)), "raw_logprobs of token 0 is nan"),
 }
 
@@ -169,9 +196,25 @@ def test_a_bad_completion_is_refused_by_role_plugin_sample_and_rule(name: str) -
         check_completion(bad, REQUEST, ORIGIN)
 
 
+def test_what_nothing_could_stop_did_not_stop() -> None:
+    for sampling, stops in (
+        (SamplingParams(4, ignore_eos=True), False),
+        (SamplingParams(4, ignore_eos=True, stop=("a",)), True),
+        (SamplingParams(4, ignore_eos=True, stop_token_ids=(0,)), True),
+    ):
+        request = replace(REQUEST, sampling=sampling)
+        if stops:
+            check_completion(completion(sampling=sampling), request, ORIGIN)
+        else:
+            with pytest.raises(ContractError, match="finish_reason is 'stop' under ignore_eos"):
+                check_completion(completion(sampling=sampling), request, ORIGIN)
+        scored = replace(request, forced_ids=completion().token_ids)
+        check_completion(completion(sampling=sampling), scored, ORIGIN)
+
+
 def test_more_tokens_than_were_asked_for_are_refused() -> None:
     with pytest.raises(ContractError, match="it has 3 tokens, more than max_tokens=2"):
-        check_completion(completion(), replace(REQUEST, sampling=SamplingParams(2)), ORIGIN)
+        check_completion(completion(sampling=SamplingParams(2)), replace(REQUEST, sampling=SamplingParams(2)), ORIGIN)
 
 
 def test_a_resumed_completion_begins_with_what_it_resumes() -> None:
@@ -219,6 +262,14 @@ TRAINER = Origin("policy", "trainer 'acme'")
         ([1.0], "update returned list, not a mapping"),
         ({"loss": Metric(NAN)}, "update reported loss = nan"),
         ({"loss": Metric(1.0), "grad_norm": Metric(np.inf)}, "update reported grad_norm = inf"),
+        ({"loss": Metric("abc")}, "update reported loss = 'abc', which is no number"),
+        ({"loss": Metric(1.0, None)}, "update reported the count of loss = None, which is no number"),
+        ({"loss": Metric(1.0, reducer="z")}, "update reported loss with the reducer 'z'; it is one of mean, sum, max"),
+        ({"loss": Metric(1.0, 0)}, "update reported loss as the mean of 1.0 over 0"),
+        ({"loss": Metric(1.0, -1)}, "update reported loss as the mean of 1.0 over -1"),
+        ({"loss": Metric(1.0), 3: Metric(1.0)}, "update reported a metric with the name 3, which is no text"),
+        ({"loss": Metric(1.0), "kl": Metric(NAN)}, "update reported kl = nan; a metric is finite"),
+        ({"loss": Metric(1.0), "kl": Metric(1.0, NAN)}, "update reported kl as the mean of 1.0 over nan"),
     ],
 )
 def test_an_update_that_says_nothing_or_is_not_finite_is_refused(metrics: Any, rule: str) -> None:
@@ -227,4 +278,6 @@ def test_an_update_that_says_nothing_or_is_not_finite_is_refused(metrics: Any, r
 
 
 def test_a_good_update_passes() -> None:
-    check_update({"loss": Metric(1.0), "lr": Metric(0.1), "policy/kl": Metric(NAN)}, TRAINER)
+    check_update(
+        {"loss": Metric(1.0), "lr": Metric(0.1), "experts": Metric(0.0, 0), "n": Metric(np.float32(2))}, TRAINER
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chatlearn_core.exceptions import TurnLimitError
+from chatlearn_core.exceptions import ContractError, TurnLimitError
 from chatlearn_core.executor.environment_calls import rollout
 from chatlearn_core.executor.rollout_producer import make_requests
 from chatlearn_core.executor.sample_metrics import exclusion_metrics
@@ -19,11 +19,13 @@ from chatlearn_core.types import (
     ExampleDraw,
     GenerateRequest,
     Prompt,
+    RewardResult,
     Rollout,
+    Sample,
     SamplingParams,
     VersionSpan,
 )
-from chatlearn_runtime_kit.environments import EnvironmentRole, LocalEnvironments
+from chatlearn_runtime_kit.environments import EnvironmentRole, LocalEnvironments, checked_rollout
 
 PROMPT = Prompt("p", np.array([1, 2]), "?")
 ROLE = EnvironmentRole("game", "games", ("policy", "user"), "policy", timeout_s=30.0)
@@ -119,3 +121,40 @@ def _call(environments: LocalEnvironments) -> Any:
         source=Source(),
         runtime=SimpleNamespace(data=PlainData(), environment=lambda name: environments),
     )
+
+
+ORDER = RolloutOrder("p@0#0", "p@0", PROMPT, SamplingParams(8), seed=0, max_tokens=8, timeout_s=1.0)
+
+
+def made(reward: Any = None, status: Any = "finished", **changes: Any) -> Rollout:
+    """A rollout of one demonstration-like sample of three tokens, without turns, with changes to the sample."""
+    fields = {"id": ORDER.id, "group_id": ORDER.group_id, "prompt": PROMPT, "token_ids": np.array([1, 2, 7])}
+    sample = Sample(**(fields | {"loss_mask": np.zeros(3, np.bool_)} | changes))  # type: ignore[arg-type]
+    return Rollout(ORDER.id, ORDER.group_id, PROMPT, [sample], status, reward)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "problem"),
+    [
+        (made(reward="good"), "its reward cannot be used: returned a str"),
+        (made(reward=RewardResult(float("nan"))), "its reward cannot be used: the reward is nan"),
+        (made(token_ids=np.array([1, 2, 2**40])), "the token id 1099511627776, which no vocabul"),
+        (made(token_ids=np.array([1, -2, 3])), "the token id -2, which no vocabulary has"),
+        (made(token_ids=np.array([1.0, 2.0, 7.0])), "token_ids as a ndarray: .*, not an array of integers"),
+        (made(token_ids=[1, 2, 7], num_prompt_tokens=2), "token_ids as a list: .*, not an array of integers"),
+        (made(loss_mask=np.zeros(3)), "loss_mask as a ndarray: .*, not an array of booleans"),
+        (made(token_data={"margin": np.array([0, float("nan"), 0])}), "a value of margin that is not finite"),
+        (made(token_data={"note": np.array(["a", "b", "c"])}), "note as a ndarray: .*, not an array of numbers"),
+        (made(status="done"), "its status is 'done'; it is one of finished, truncated, failed"),
+        (Rollout(ORDER.id, ORDER.group_id, PROMPT, ["sample"]), "one of its samples is a str: 'sample'"),  # type: ignore[list-item]
+        ("rollout", "it returned str"),
+    ],
+)
+def test_a_rollout_that_breaks_a_rule_is_refused_by_environment_and_sample(rollout: Any, problem: str) -> None:
+    with pytest.raises(ContractError, match=f"environment 'games' .role 'game'., rollout p@0#0: .*{problem}"):
+        checked_rollout(rollout, ORDER, ROLE)
+
+
+def test_a_good_rollout_passes() -> None:
+    for reward in (None, RewardResult(np.float32(1)), RewardResult(None, error="the judge was away")):
+        assert checked_rollout(made(reward), ORDER, ROLE).reward is reward

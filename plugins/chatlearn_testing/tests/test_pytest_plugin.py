@@ -67,6 +67,31 @@ def test_a_failure_comes_with_its_rule(tmp_path: Path) -> None:
     assert "results come in the order in which workers finished" in result.stdout
 
 
+HANGS = """
+import time
+
+from chatlearn_testing.fakes.records import FAKE_REWARD
+from chatlearn_testing.suites import RewardCase, RewardConformance
+
+class TestHanging(RewardConformance):
+    backend = FAKE_REWARD
+    cases = (RewardCase("all", 1.0, token_ids=(1,)), RewardCase("none", 0.0, token_ids=(2,)))
+
+    @classmethod
+    def setup_class(cls):
+        time.sleep(1e6)
+"""
+
+
+def test_a_test_that_hangs_fails_and_the_others_run(tmp_path: Path) -> None:
+    others = "\ndef test_other():\n    pass\n"
+    result = run_pytest(tmp_path, HANGS + others, "-o", "chatlearn_suite_timeout=0.5", "-k", "in_order or other")
+    assert result.returncode == 1, result.stdout
+    assert "it did not end within 0.5 s; it was in " in result.stdout
+    assert "test_acme.py, line " in result.stdout
+    assert "1 passed" in result.stdout
+
+
 def test_fixtures_and_markers(tmp_path: Path) -> None:
     source = (
         "import pytest\n"

@@ -106,6 +106,16 @@ def test_the_folder_in_plugins_is_the_same() -> None:
     assert link.resolve() == Path(scaffold.__file__).resolve().parent / "template"
 
 
+@pytest.mark.parametrize("command", [("check",), ("format", "--check")], ids=["check", "format"])
+def test_what_is_written_passes_its_own_linter(command: tuple[str, ...], tmp_path: Path) -> None:
+    """Names change the order of imports and the length of lines."""
+    for kind in TEMPLATE_KINDS:
+        for word in ("a", "zed", "extraordinarily-long-company-name"):
+            write_plugin(f"{word}-{kind.replace('_', '-')}", kind, tmp_path)
+    finished = run(sys.executable, "-m", "ruff", *command, "--no-cache", ".", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stdout
+
+
 @pytest.mark.slow
 def test_all_are_listed_and_their_own_tests_pass(tmp_path: Path) -> None:
     """The tests of trainer, generator, reward and weight sync hold the conformance suites."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from chatlearn_core.batching import SamplePacker
 from chatlearn_core.exceptions import FlowError
 from chatlearn_core.executor.decisions import Decisions
 from chatlearn_core.protocols import Algorithm, DataStore, PlainData, TrainerGroup
-from chatlearn_core.types import Metrics, Sample, scored_batch
+from chatlearn_core.runtime.boundary import metric_problem
+from chatlearn_core.types import Derived, Metric, Metrics, Sample, scored_batch
+from chatlearn_core.types.array_ref import TensorRef
 
 EMPTY = "empty_completion"
 """Exclusion of a sample without a token to train on."""
@@ -56,6 +60,8 @@ class AdvantageComputer:
         batch = scored_batch(admitted, packer.pack(admitted))
         compute = partial(self.algorithm.advantages, step=step)
         derived = await self.group().derive(batch, compute, self.algorithm.advantage_split)
+        if problem := _derived_problem(derived):
+            raise FlowError(f"advantages of {type(self.algorithm).__name__} {problem}")
         by_id = {sample.id: sample for sample in admitted}
         for name, rows in derived.sequence_data.items():
             if rows.shape[:1] != (len(admitted),):
@@ -75,6 +81,24 @@ class AdvantageComputer:
                 )
             by_id[sample_id].exclusion = reason
         return derived.metrics
+
+
+def _derived_problem(derived: Any) -> str | None:
+    """What an algorithm returned instead of new data; None if it is that. Values are where the arrays are."""
+    if not isinstance(derived, Derived):
+        return f"returned a {type(derived).__name__}; they return Derived"
+    for name, reason in derived.exclusions.items():
+        if not isinstance(reason, str) or not reason:
+            return f"exclude sample {name!r} for the reason {reason!r:.80}; a reason is text"
+    for name, values in (*derived.token_data.items(), *derived.sequence_data.items()):
+        if not isinstance(name, str) or not isinstance(values, Tensor | TensorRef):
+            return f"returned {name!r:.80} as a {type(values).__name__}; data are tensors with names (Derived)"
+        if isinstance(values, Tensor) and not torch.isfinite(values).all():
+            return f"returned {name!r} with a value that is not finite"
+    for name, metric in derived.metrics.items():
+        if problem := metric_problem(name, metric) if isinstance(metric, Metric) else f"{name!r}, which is no Metric":
+            return f"reported {problem}"
+    return None
 
 
 def _misfit(what: str, values: Tensor, rule: str) -> FlowError:

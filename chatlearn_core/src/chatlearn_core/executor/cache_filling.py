@@ -9,7 +9,7 @@ from typing import Any
 from chatlearn_core.executor.assembly import Assembly
 from chatlearn_core.executor.cached_calls import CachedCalls, asked_about, cached_nodes
 from chatlearn_core.executor.component_factory import build_runtime
-from chatlearn_core.executor.decisions import build_sampler
+from chatlearn_core.executor.decisions import build_sampler, next_draws
 from chatlearn_core.flow import Graph, Node
 from chatlearn_core.metrics import Timers
 from chatlearn_core.types import ExampleDraw, Sample, SamplingParams, evaluation_draw
@@ -87,5 +87,5 @@ def _expected_draws(
         return
     sampler = build_sampler(assembly.loaded, assembly.registry, assembly.train_set.datasets)
     sampler.load_state_dict(sampler_state)
-    batches = (sampler.next_batch(prompts) for _ in range(steps))
+    batches = (next_draws(sampler, prompts) for _ in range(steps))
     yield from batches if by_step else [[draw for batch in batches for draw in batch]]

@@ -18,7 +18,7 @@ from chatlearn_core.protocols import Decision, ExampleSampler, SampleFilter, Sam
 from chatlearn_core.protocols.data_store import fields_read_by
 from chatlearn_core.protocols.decisions import Stateful
 from chatlearn_core.runtime.boundary import checked_reward
-from chatlearn_core.types import Sample, SamplingParams
+from chatlearn_core.types import ExampleDraw, Sample, SamplingParams
 
 DEFAULT_SAMPLER = "shuffled"
 MAX_TOKENS = "max_tokens"
@@ -128,11 +128,13 @@ class Decisions:
                 decision = policy.after_step(step, dict(line))
             if decision is None:
                 continue
+            if problem := _decision_problem(decision):
+                raise PluginError(f"{place} {problem}")
             for name, value in decision.metrics.items():
                 if name in line or name in metrics:
                     raise PluginError(f"{place} adds the metric {name!r}, which step {step} has already. Rename it")
-                if not isinstance(value, int | float):
-                    raise PluginError(f"{place} adds the metric {name!r} with the value {value!r}, which is no number")
+                if not isinstance(value, int | float) or not math.isfinite(value):
+                    raise PluginError(f"{place} adds the metric {name!r} with the value {value!r}, not a finite number")
                 metrics[name] = float(value)
             for name, value in decision.sampling.items():
                 if name != MAX_TOKENS:
@@ -255,6 +257,33 @@ def _chosen(
 
         yield place, make
         index += 1
+
+
+def _decision_problem(decision: Any) -> str | None:
+    """What a step policy returned instead of a decision; None if it is one."""
+    if not isinstance(decision, Decision):
+        return f"returned a {type(decision).__name__}; after_step returns a Decision or None"
+    if decision.stop is not None and not isinstance(decision.stop, str):
+        return f"stops the run for the reason {decision.stop!r:.80}, which is no text"
+    for name, values in (("sampling", decision.sampling), ("metrics", decision.metrics)):
+        if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+            return f"returned a Decision whose {name} is {values!r:.80}; it is a mapping from names to values"
+    return None
+
+
+def next_draws(sampler: ExampleSampler, size: int) -> list[ExampleDraw]:
+    """The next examples of a sampler.
+
+    Raises:
+        PluginError: it did not return as many draws as were asked for.
+    """
+    draws = sampler.next_batch(size)
+    if not isinstance(draws, list | tuple) or [type(one) for one in draws] != [ExampleDraw] * size:
+        raise PluginError(
+            f"sampler {type(sampler).__qualname__}: next_batch({size}) returned {draws!r:.80}; it is a list of {size} "
+            "ExampleDraw"
+        )
+    return list(draws)
 
 
 def _length(place: str, value: Any, sampling: SamplingParams) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from chatlearn_core.data import ExampleKind, Prompts
-from chatlearn_core.executor.decisions import Decisions
+from chatlearn_core.executor.decisions import Decisions, next_draws
 from chatlearn_core.executor.flow_calls import sampled_as
 from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.executor.rollouts.partial import PartialRollouts
@@ -89,7 +89,7 @@ class RolloutProducer:
             ReplicaLostError: a generator died more often than its restart limit allows.
             BackendError: a trainer role failed, or every generation failed.
         """
-        draws = self.sampler.next_batch(missing if self.partial is None else self.partial.num_prompts(self.pending))
+        draws = next_draws(self.sampler, missing if self.partial is None else self.partial.num_prompts(self.pending))
         sampling = self.decisions.sampling_at(step, self.sampling)
         requests = make_requests(draws, self.algorithm.group_size, sampling, self.seed, self.calls, self.kind)
         timers = Timers()

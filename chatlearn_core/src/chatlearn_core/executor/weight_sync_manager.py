@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Collection, Sequence
 
+from chatlearn_core.exceptions import ContractError
 from chatlearn_core.executor.colocation import ColocationManager
 from chatlearn_core.executor.device_sharing import sync_uses
 from chatlearn_core.executor.metrics_line import sync_metrics
@@ -13,7 +14,7 @@ from chatlearn_core.metrics import Timers
 from chatlearn_core.plugins.observers import Observers
 from chatlearn_core.protocols import Runtime
 from chatlearn_core.runtime.plan import WeightRoute
-from chatlearn_core.types import Metrics, merge_metrics
+from chatlearn_core.types import Metrics, SyncReceipt, merge_metrics
 
 
 class WeightSyncManager:
@@ -92,6 +93,11 @@ class WeightSyncManager:
                 with timers.measure("sync", role=route.trainer) as facts:
                     facts["to"] = route.target
                     receipts = await self.runtime.sync_weights(route.trainer, route.target, version)
+            if not receipts or not all(isinstance(receipt, SyncReceipt) for receipt in receipts):
+                raise ContractError(
+                    f"weight sync of role {route.trainer!r} to {route.target!r}: the runtime returned "
+                    f"{receipts!r:.80}; sync_weights returns a receipt for each replica"
+                )
             self.observers.weights_synced(version, receipts)
             metrics = merge_metrics(metrics, sync_metrics(receipts))
         return metrics

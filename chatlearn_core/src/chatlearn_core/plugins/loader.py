@@ -36,7 +36,7 @@ from chatlearn_core.plugins.sources import (
     did_you_mean,
     installed_sources,
 )
-from chatlearn_core.plugins.trial import Loaded, load_apart, packed
+from chatlearn_core.plugins.trial import Loaded, load_apart
 from chatlearn_core.plugins.validation import (
     REGISTERING_HOOKS,
     api_version_problem,
@@ -44,6 +44,7 @@ from chatlearn_core.plugins.validation import (
     short,
     wrong_type_problem,
 )
+from chatlearn_trial import packed
 
 PROJECT_PREFIX = f"{PROJECT}_"
 
@@ -135,9 +136,9 @@ def load_for_trial(name: str, value: str) -> str:
     """What a child sends of one entry point; empty if this process must import it to learn that."""
     with suppress(KeyboardInterrupt):
         load = load_source(PluginSource(name, name, "", EntryPoint(name, value, PROJECT).load))
-        records = [entry.record for entry in load.entries if entry.record is not None]
+        records = tuple(entry.record for entry in load.entries if entry.record is not None)
         if len(records) == len(load.entries):
-            return packed(records, [(observer.hook, observer.arguments) for observer in load.observers])
+            return packed((records, tuple((observer.hook, observer.arguments) for observer in load.observers)))
     return ""
 
 

@@ -102,7 +102,7 @@ class TrainerSpec(BackendRecord):
     check_engine: ImportString | None = None
     """``check(arguments) -> Mapping[str, str]``: maps each argument under ``roles.<role>.engine`` that the backend does
     not accept to the reason and remedy. Called during validation of a configuration, so its module must import nothing
-    heavy. Rules that only the engine knows are checked when the run starts."""
+    heavy. Rules that only the engine knows are checked when the run starts. None: it takes no engine arguments."""
     parallel: Mapping[Dimension, str] = field(default_factory=dict)
     """Dimension -> the option that sets its size; data parallelism uses the remaining ranks. A runtime over several
     machines keeps consecutive ranks that exchange activations in every layer (``tp``, ``cp``, ``sp``; ``ep``) on one
@@ -166,7 +166,7 @@ class GeneratorSpec(BackendRecord):
     check_engine: ImportString | None = None
     """``check(arguments) -> Mapping[str, str]``: maps each argument under ``roles.<role>.engine`` that the backend does
     not accept to the reason and remedy. Called during validation of a configuration, so its module must import nothing
-    heavy. Rules that only the engine knows are checked when the run starts."""
+    heavy. Rules that only the engine knows are checked when the run starts. None: it takes no engine arguments."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -248,6 +248,9 @@ class AlgorithmSpec(BackendRecord):
     roles: tuple[tuple[str, str], ...] = ()
     """(role name, kind) pairs that a configuration must define. Empty means the attribute ``required_roles`` of the
     options, if they have one: role names may be settings, and options may require further roles."""
+    compares_generator_logprobs: bool = False
+    """Whether it forms ratios of the trainer's logprobs and the generator's, which must then be of one distribution. An
+    attribute of this name of the options overrides it."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -8,24 +8,20 @@ a plugin only when a run uses it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
-import math
 import os
-import pickle
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
 
 from chatlearn_core import __version__
 from chatlearn_core.plugins.markers import PROJECT
 from chatlearn_core.plugins.records import PluginRecord
-from chatlearn_trial import Memory, Outcome, Task, files_in, files_of, installation_state, summary, try_apart
+from chatlearn_trial import Memory, Outcome, Task, cache_file, seconds, try_apart, unpacked
+from chatlearn_trial.files import files_in, files_of, installation_state, summary
 
 LIMIT_VARIABLE = "CHATLEARN_PLUGIN_TIMEOUT_S"
 """Time limit for importing one plugin, seconds; 0 disables the trial."""
@@ -55,13 +51,13 @@ def load_apart(sources: Sequence[tuple[EntryPoint, str, str]]) -> list[Loaded]:
     Args:
         sources: entry point, name and version of its distribution.
     """
-    limit_s = _limit()
+    limit_s = seconds(LIMIT_VARIABLE, DEFAULT_LIMIT_S)
     if limit_s <= 0 or not sys.executable:
         return [Loaded()] * len(sources)
     here = [__version__, sys.version, sys.prefix, *summary(files_in(str(Path(__file__).parent))), *installation_state()]
     states = {state_of(*source, here): source for source in sources}
     tried = {state for state in os.environ.get(TRIED_VARIABLE, "").split(",") if state}
-    memory = Memory(_file())
+    memory = Memory(cache_file(PROJECT, "plugin-records.json"))
     known = memory.recall()
     tasks = {
         state: Task(f"importing {distribution} {version}", (point.name, point.value))
@@ -96,37 +92,7 @@ def _loaded(outcome: Outcome) -> Loaded:
         return Loaded(f"its import replaces {', '.join(outcome.patched)}, which all code in the process uses")
     warning = f"its import changes {', '.join(outcome.changed)}" if outcome.changed else ""
     try:
-        records, observers = _Records(io.BytesIO(bytes.fromhex(outcome.result))).load()
-    except Exception:  # nothing that can be stored: records of the plugin's own classes, or an error to be shown
+        records, observers = unpacked(outcome.result, PluginRecord.__module__)
+    except ValueError:  # nothing that can be stored: records of the plugin's own classes, or an error to be shown
         return Loaded(warning=warning)
     return Loaded("", records, observers, warning)
-
-
-def packed(records: Sequence[PluginRecord], observers: Sequence[tuple[str, tuple[str, ...]]]) -> str:
-    """The text that a child sends."""
-    return pickle.dumps((tuple(records), tuple(observers))).hex()
-
-
-class _Records(pickle.Unpickler):
-    """Reads records and plain values alone, so that a file of others cannot run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module == PluginRecord.__module__ and "." not in name else None
-        if isinstance(found, type) and is_dataclass(found):
-            return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no record")
-
-
-def _limit() -> float:
-    try:
-        limit_s = float(os.environ.get(LIMIT_VARIABLE, ""))
-    except ValueError:
-        return DEFAULT_LIMIT_S
-    return limit_s if math.isfinite(limit_s) else DEFAULT_LIMIT_S
-
-
-def _file() -> Path | None:
-    with contextlib.suppress(RuntimeError):  # no home directory
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(base) / PROJECT / "plugin-records.json"
-    return None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, get_args
 
 import numpy as np
@@ -29,12 +30,15 @@ from chatlearn_core.types import (
     VersionSpan,
 )
 from chatlearn_core.types.array_ref import ArrayRef, TextRef
+from chatlearn_core.types.metric import Reducer
 
 LOGPROB_TOLERANCE = 1e-3
 """Amount by which rounding may put a logprob above 0, nats: half-precision logits of an almost certain token."""
 MAX_REWARD = 1e12
 """Maximum absolute value of a reward and its parts, so that losses and squared gradients stay finite in float32."""
 _FINISH_REASONS = get_args(FinishReason)
+_REDUCERS = get_args(Reducer)
+_SAMPLING = tuple(field.name for field in fields(SamplingParams))
 _ID_NAMES = frozenset({"token_ids", "prompt_ids"})
 """Arrays of a completion that are vocabulary ids; the others are logprobs."""
 _WRITTEN_NAMES = frozenset(
@@ -63,7 +67,10 @@ def check_completion(completion: Any, request: GenerateRequest, origin: Origin) 
     Raises:
         ContractError: it does not satisfy the description of ``types.Completion``.
     """
-    problem = _completion_problem(completion, request, origin.vocab_size)
+    try:
+        problem = _completion_problem(completion, request, origin.vocab_size)
+    except Exception as error:  # objects of the generator's own classes may raise when compared
+        problem = f"it cannot be read: {said(error)}"
     if problem is not None:
         raise ContractError(
             f"{origin}: the completion of sample {request.id!r} breaks the contract: {problem}. It is not trained on"
@@ -88,6 +95,10 @@ def _completion_problem(completion: Any, request: GenerateRequest, vocab_size: i
         return f"its tokens are not the {len(forced)} that it had to score"
     if completion.sampling.basis != request.sampling.basis:
         return f"it was sampled from {completion.sampling.basis}, and {request.sampling.basis} was asked for"
+    if completion.sampling != request.sampling:
+        names = [name for name in _SAMPLING if getattr(completion.sampling, name) != getattr(request.sampling, name)]
+        told = ", ".join(f"{name}={getattr(completion.sampling, name)!r:.80}" for name in names)
+        return f"its sampling parameters have {told}, which is not what was asked for"
     if request.sampling.max_kept_ids and (problem := _kept_ids_problem(completion, request.sampling.max_kept_ids)):
         return problem
     arrays: dict[str, Any] = {"token_ids": completion.token_ids, "logprobs": completion.logprobs}
@@ -193,13 +204,24 @@ def _length_problem(completion: Completion, request: GenerateRequest, length: in
         return f"it has {length} tokens, more than max_tokens={most}"
     if reason == "length" and length < most:
         return f"finish_reason is 'length' after {length} tokens, and max_tokens is {most}"
+    if reason == "stop" and not length:
+        return "finish_reason is 'stop' without a token: what stops a completion is one of its tokens"
+    sampling = request.sampling
+    stoppable = not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids or request.forced_ids is not None
+    if reason == "stop" and not stoppable:
+        return "finish_reason is 'stop' under ignore_eos, without a stop string or id: nothing could stop it"
     return None
 
 
 def _spans_problem(spans: Any, length: int) -> str | None:
     at = 0
     for span in spans:
-        if not isinstance(span, VersionSpan) or span.start != at or span.stop <= span.start or span.version < 0:
+        if not isinstance(span, VersionSpan):
+            break
+        numbers = (span.start, span.stop, span.version)
+        if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+            return f"version_spans has {numbers!r:.80}; start, stop and version are integers"
+        if span.start != at or span.stop <= span.start or span.version < 0:
             break
         at = span.stop
     else:
@@ -331,23 +353,45 @@ def check_update(metrics: Any, origin: Origin) -> None:
     """Check the metrics that a trainer returns from one update.
 
     Raises:
-        ContractError: they are not named metrics, or ``loss`` is missing; or loss, gradient norm or learning rate is
-            not finite, which the trainer should have refused with the weights unchanged.
+        ContractError: they are not named metrics of finite numbers, or ``loss`` is missing. An update whose loss,
+            gradient norm or learning rate is not finite should have been refused, with the weights unchanged.
     """
     if not isinstance(metrics, Mapping) or not all(isinstance(metric, Metric) for metric in metrics.values()):
         told = type(metrics).__name__ if not isinstance(metrics, Mapping) else some(sorted(map(str, metrics)))
         raise ContractError(f"{origin}: update returned {told}, not a mapping from names to Metric")
+    for name, metric in metrics.items():
+        if problem := metric_problem(name, metric):
+            raise ContractError(f"{origin}: update reported {problem}")
     if "loss" not in metrics:
         raise ContractError(
             f"{origin}: update reported no 'loss', only {', '.join(sorted(metrics)) or 'nothing'}; every "
             "update reports it"
         )
-    for name in ("loss", "grad_norm", "lr"):
-        if name in metrics and not _is_finite(metrics[name].total):
-            raise ContractError(
-                f"{origin}: update reported {name} = {metrics[name].total}; an update that is not finite is refused by "
-                "the trainer, with the weights unchanged. Go back to the last checkpoint"
-            )
+
+
+def metric_problem(name: Any, metric: Metric) -> str | None:
+    """The problem with a metric's name or numbers, or None."""
+    if not isinstance(name, str):
+        return f"a metric with the name {name!r:.80}, which is no text"
+    for what, number in (("", metric.total), ("the count of ", metric.count)):
+        if not isinstance(number, Real) or isinstance(number, bool):
+            return f"{what}{name} = {number!r:.80}, which is no number"
+    if name in ("loss", "grad_norm", "lr") and not _is_finite(metric.total):
+        return (
+            f"{name} = {metric.total}; an update that is not finite is refused by the trainer, with the weights "
+            "unchanged. Go back to the last checkpoint"
+        )
+    if not _is_finite(metric.total):
+        return f"{name} = {metric.total}; a metric is finite"
+    if metric.reducer not in _REDUCERS:
+        return f"{name} with the reducer {metric.reducer!r:.80}; it is one of {', '.join(_REDUCERS)}"
+    if (
+        not _is_finite(metric.count)
+        or metric.count < 0
+        or (metric.reducer == "mean" and metric.total and not metric.count)
+    ):
+        return f"{name} as the mean of {metric.total} over {metric.count}"
+    return None
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from chatlearn_core.exceptions import ContractError
 from chatlearn_core.executor.rollouts.staleness import fresh_mask, oldest_version, staleness_metrics
 from chatlearn_core.types import (
     RAW_BASIS,
@@ -69,3 +70,9 @@ def test_the_fresh_mask_keeps_tokens_of_one_version() -> None:
     assert fresh_mask(sample, 5).tolist() == [False] * 4 + [True] * 3
     assert fresh_mask(sample, 3).tolist() == [False, False, True, True, False, False, False]
     assert sample.loss_mask.tolist() == [False] * 2 + [True] * 5, "the sample's own mask is not touched"
+
+
+def test_a_version_that_does_not_exist_yet_is_refused() -> None:
+    with pytest.raises(ContractError, match="sample 'r' has tokens of policy version 99999, and the newest is 3"):
+        staleness_metrics([sample_of((2, 3)), sample_of((3, 1), (99999, 2))], 3)
+    staleness_metrics([sample_of((99999, 2), exclusion="failed")], 3)

@@ -23,7 +23,7 @@ from chatlearn_core.executor.component_factory import (
     production_scheduler,
     serving_generators,
 )
-from chatlearn_core.executor.decisions import Decisions
+from chatlearn_core.executor.decisions import Decisions, next_draws
 from chatlearn_core.executor.rollout_buffer import STALE, RolloutBuffer
 from chatlearn_core.executor.rollout_producer import Production, RolloutProducer, make_requests
 from chatlearn_core.executor.rollouts.manager import Rollouts
@@ -187,7 +187,7 @@ class AsyncRolloutProducer(RolloutProducer):
         sampling = self.decisions.sampling_at(step, self.sampling)
         while count > 0:
             size = min(count, self.train.prompts_per_step)
-            draws = self.sampler.next_batch(size)
+            draws = next_draws(self.sampler, size)
             made = make_requests(draws, self.algorithm.group_size, sampling, self.seed, self.calls, self.kind)
             self._begin(Wave(groups_of(made)))
             count -= size

@@ -16,7 +16,7 @@ from chatlearn_core.protocols import WeightLoader, WeightReceiver, WeightSender
 from chatlearn_core.runtime.plan import WeightRoute
 from chatlearn_core.types import Endpoint, Payload, SyncOffer, SyncReceipt, SyncRequest, WeightManifest
 from chatlearn_local.trainer import LocalTrainer
-from chatlearn_runtime_kit.sync_answers import checked_offer
+from chatlearn_runtime_kit.sync_answers import SEND, checked_num_bytes, checked_offer
 from chatlearn_runtime_kit.weight_ends import GRACE_S, take_weights, unfit_tensors
 
 
@@ -50,9 +50,10 @@ class LocalSenders:
     async def send(self, request: SyncRequest) -> None:
         limit = request.timeout_s + GRACE_S
         send, trainer = self.sender.send, self._trainer.trainer
-        await self._trainer.executor.run(
+        sent = await self._trainer.executor.run(
             "send weights", send, request, trainer, timeout_s=limit, setting="weight_sync.timeout_s"
         )
+        checked_num_bytes(sent, self._transport, SEND)
 
     async def release(self, request: SyncRequest) -> None:
         self.sender.release(request)

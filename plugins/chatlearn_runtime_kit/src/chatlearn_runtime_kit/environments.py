@@ -7,17 +7,23 @@ import concurrent.futures
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, ContractError
 from chatlearn_core.plugins.records import EnvironmentSpec
+from chatlearn_core.plugins.validation import short
 from chatlearn_core.protocols import Environment, GenerateFor, RolloutContext, RolloutOrder
+from chatlearn_core.runtime.boundary import checked_reward
 from chatlearn_core.runtime.plan import RolePlan, RunPlan, UsedRole
-from chatlearn_core.types import Completion, GenerateRequest, Rollout
+from chatlearn_core.types import Completion, GenerateRequest, RewardResult, Rollout, Sample
+from chatlearn_core.types.sample import RolloutStatus
 from chatlearn_runtime_kit.own_time import OwnTime
 
+MAX_TOKEN_ID = 2**31 - 1
+"""No vocabulary has a larger id."""
+_KINDS = {"iu": "integers", "b": "booleans", "biuf": "numbers or booleans"}
 _STOP_S = 5.0
 """Time limit for an environment's loop to end, seconds; after it the daemon thread is abandoned."""
 
@@ -171,9 +177,18 @@ def _problem(rollout: Any, order: RolloutOrder) -> str | None:
         return f"it returned the rollout {rollout.id} of group {rollout.group_id}"
     if not rollout.samples:
         return "it has no sample"
+    for sample in rollout.samples:
+        if not isinstance(sample, Sample) or not isinstance(sample.id, str):
+            return f"one of its samples is {short(sample)}; context.sequence makes samples"
     if _repeated([sample.id for sample in rollout.samples]):
         return "two of its samples have one id; context.sequence(suffix) tells them apart"
+    if rollout.status not in get_args(RolloutStatus):
+        return f"its status is {rollout.status!r:.80}; it is one of {', '.join(get_args(RolloutStatus))}"
     for sample in rollout.samples:
+        if problem := _reward_problem(rollout.reward, sample) or _reward_problem(sample.reward, sample):
+            return f"{problem} (sample {sample.id!r})"
+        if problem := _array_problem(sample):
+            return f"its sample {sample.id!r} has {problem}"
         length = len(sample.token_ids)
         if not sample.id.startswith(order.id):
             return f"the id of its sample {sample.id!r} does not begin with the rollout's"
@@ -187,6 +202,30 @@ def _problem(rollout: Any, order: RolloutOrder) -> str | None:
             sampled[turn.start : turn.stop] = True
         if (sample.loss_mask & ~sampled).any():
             return f"the loss mask of its sample {sample.id!r} covers tokens that the policy did not sample"
+    return None
+
+
+def _reward_problem(reward: RewardResult | None, sample: Sample) -> str | None:
+    if reward is None:
+        return None
+    error = checked_reward(reward, sample).error
+    return (
+        f"its reward cannot be used: {error}" if error is not None and error != getattr(reward, "error", None) else None
+    )
+
+
+def _array_problem(sample: Sample) -> str | None:
+    """The problem with the values of a sample's arrays, or None."""
+    arrays = {"token_ids": sample.token_ids, "loss_mask": sample.loss_mask} | sample.token_data
+    for name, values in arrays.items():
+        kinds = {"token_ids": "iu", "loss_mask": "b"}.get(name, "biuf")
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds or not values.ndim:
+            return f"{name} as {short(values)}, not an array of {_KINDS[kinds]}"
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            return f"a value of {name} that is not finite"
+    ids = sample.token_ids
+    if ids.size and (ids.min() < 0 or ids.max() > MAX_TOKEN_ID):
+        return f"the token id {int(ids.min() if ids.min() < 0 else ids.max())}, which no vocabulary has"
     return None
 
 

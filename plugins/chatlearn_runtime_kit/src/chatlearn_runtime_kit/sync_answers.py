@@ -6,6 +6,8 @@ from chatlearn_core.exceptions import BackendError, WeightSyncError
 from chatlearn_core.plugins.validation import short
 from chatlearn_core.types import SyncOffer, WeightManifest
 
+SEND = "send() of its sender"
+
 
 def checked_offer(offer: object, transport: str, sender_rank: int) -> SyncOffer:
     """Check the result of ``WeightSender.offer``.
@@ -44,15 +46,15 @@ def whole_manifest(manifest: object, origin: str) -> WeightManifest:
     return manifest
 
 
-def checked_num_bytes(num_bytes: object, transport: str) -> int:
-    """Check the result of ``WeightReceiver.receive``.
+def checked_num_bytes(num_bytes: object, transport: str, call: str = "receive() of its receiver") -> int:
+    """Check the result of ``WeightReceiver.receive``, or of ``WeightSender.send``.
 
     Raises:
         WeightSyncError: it is no number of bytes.
     """
     if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 0:
         raise WeightSyncError(
-            f"{transport}: receive() of its receiver returned {short(num_bytes)}; it must return the number of bytes"
-            " that it received. This is a fault of the plugin"
+            f"{transport}: {call} returned {short(num_bytes)}; it must return the number of bytes that it moved. This "
+            "is a fault of the plugin"
         )
     return num_bytes

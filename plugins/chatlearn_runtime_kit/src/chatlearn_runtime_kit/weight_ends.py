@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from chatlearn_core.exceptions import PluginError, WeightSyncError
+from chatlearn_core.plugins.validation import short
 from chatlearn_core.protocols import Trainer, WeightLoader, WeightReceiver, WeightTakingTrainer
 from chatlearn_core.runtime.boundary import Origin
 from chatlearn_core.runtime.plan import RunPlan, WeightRoute
@@ -92,7 +93,12 @@ def unfit_tensors(loader: WeightLoader, request: SyncRequest) -> list[str]:
     """
     if request.payload == "adapter":
         return []
-    return loader.expected_manifest().differences(request.manifest, check_dtype=False)
+    expected: object = loader.expected_manifest()
+    if not isinstance(expected, WeightManifest):
+        return [
+            f"expected_manifest() of the generator's loader returned {short(expected)}; it returns a WeightManifest"
+        ]
+    return expected.differences(request.manifest, check_dtype=False)
 
 
 async def take_weights(

@@ -1,7 +1,8 @@
 """The pytest plugin of chatlearn-testing, loaded through the entry point ``pytest11``.
 
 Every pytest run in an environment with chatlearn-testing imports it, so it imports only light modules. It registers the
-kit's markers, provides fixtures, and fails the collection of a conformance suite whose contract tests are overridden.
+kit's markers, provides fixtures, limits the time of contract tests, and fails the collection of a conformance suite
+whose contract tests are overridden.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from chatlearn_testing.guard import SUITES_PACKAGE, is_suite_class, suite_violations
+from chatlearn_testing.time_limit import time_limit
 
 if TYPE_CHECKING:
     from chatlearn_core.plugins.registry import PluginRegistry
@@ -26,6 +29,10 @@ MARKERS = (
     "gpu: needs a CUDA device",
     "slow: takes long",
 )
+
+LIMIT_SETTING = "chatlearn_suite_timeout"
+LIMIT_S = 600.0
+"""Time limit of each phase of a contract test, seconds; the first test of an engine waits for its start."""
 
 # pytest then shows the values in failed assertions of the suites, as it does for test modules.
 pytest.register_assert_rewrite(SUITES_PACKAGE)
@@ -41,6 +48,45 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
     """Fail the collection of a suite whose contract a subclass changes; names each change."""
     if is_suite_class(obj) and isinstance(obj, type) and (lines := suite_violations(obj)):
         raise collector.CollectError("\n".join(["This conformance suite would prove nothing:", *lines]))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the setting ``chatlearn_suite_timeout``."""
+    text = f"Time limit of a contract test's setup, call and teardown, seconds (default: {LIMIT_S:g}); 0: none."
+    parser.addini(LIMIT_SETTING, text, default=str(LIMIT_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
+    """Limit the time."""
+    with _limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Limit the time."""
+    with _limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    """Limit the time."""
+    with _limit(item):
+        return (yield)
+
+
+def _limit(item: pytest.Item) -> AbstractContextManager[None]:
+    """A limit for a contract test, so that a plugin that hangs fails and the other tests run."""
+    if not is_suite_class(getattr(item, "cls", None)) or item.config.getoption("usepdb", False):
+        return nullcontext()
+    setting = item.config.getini(LIMIT_SETTING)
+    try:
+        limit_s = float(setting)
+    except ValueError:
+        raise pytest.UsageError(f"{LIMIT_SETTING} is {setting!r}; it is a number of seconds") from None
+    return time_limit(limit_s, lambda reason: pytest.fail(f"{reason} ({LIMIT_SETTING})", pytrace=False))
 
 
 @pytest.hookimpl(wrapper=True)

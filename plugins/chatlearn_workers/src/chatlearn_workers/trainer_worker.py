@@ -38,7 +38,7 @@ from chatlearn_core.types.array_ref import Array
 from chatlearn_hosting.engine_side.private_store import LOOPBACK
 from chatlearn_hosting.reserved_port import ReservedPort
 from chatlearn_runtime_kit.offload import move
-from chatlearn_runtime_kit.sync_answers import checked_offer
+from chatlearn_runtime_kit.sync_answers import SEND, checked_num_bytes, checked_offer
 from chatlearn_runtime_kit.weight_ends import loader_of, take_weights, unfit_tensors
 from chatlearn_workers.arrays import BatchArrays
 from chatlearn_workers.outputs import ComputedFacts, DerivedFacts, pack_derived, pack_outputs
@@ -182,9 +182,10 @@ class TrainerWorker(Worker):
     async def send(self, key: str, request: SyncRequest) -> int:
         """Bytes sent."""
         send, limit = self._senders[key].send, request.timeout_s + GRACE_S
-        return await self.executor.run(
+        sent = await self.executor.run(
             "send", send, request, self.trainer, timeout_s=limit, setting="weight_sync.timeout_s"
         )
+        return checked_num_bytes(sent, self._transports[key], SEND)
 
     async def release(self, key: str, request: SyncRequest) -> None:
         self._senders[key].release(request)

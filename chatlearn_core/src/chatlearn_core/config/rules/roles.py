@@ -150,13 +150,17 @@ def heads_and_ranks(checked: Checked) -> Iterator[Problem]:
 
 
 def engine_arguments(checked: Checked) -> Iterator[Problem]:
-    """Refuse engine arguments that a backend, without its engine, knows it does not accept."""
+    """Refuse engine arguments that a backend does not take, as far as it knows without its engine."""
     for name, role in checked.config.roles.items():
         record = checked.record(f"roles.{name}", TrainerSpec) or checked.record(f"roles.{name}", GeneratorSpec)
-        if record is None or record.check_engine is None or not role.engine:
+        if record is None or not role.engine:
             continue
         backend: Related = ((("roles", name, "backend"), role.backend),)
         path: KeyPath = ("roles", name, "engine")
+        if record.check_engine is None:
+            rule = f"{record.kind} '{record.name}' takes no engine arguments (its record has no check_engine)"
+            yield Problem(path, rule, role.engine, "remove them", backend)
+            continue
         try:
             problems = dict(resolve_import_string(record.check_engine)(dict(role.engine)))
         except Exception as error:

@@ -8,6 +8,8 @@ from typing import Any
 from chatlearn_config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.config.rules.evaluation import sections
+from chatlearn_core.plugins.compatibility import bases_of
+from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec
 
 
 def completion_fits_model(checked: Checked) -> Iterator[Problem]:
@@ -73,4 +75,34 @@ def mini_batches_have_samples(checked: Checked) -> Iterator[Problem]:
     yield Problem(("train", "mini_batches"), rule, train.mini_batches, remedy, tuple(related))
 
 
-SAMPLING_RULES: tuple[Rule, ...] = (completion_fits_model, several_samples_differ, mini_batches_have_samples)
+def compared_logprobs_have_one_basis(checked: Checked) -> Iterator[Problem]:
+    """An algorithm that compares generator logprobs with the trainer's needs both of the distribution sampled from."""
+    sampling = checked.config.sampling
+    algorithm = checked.choices.selected.get("algorithm")
+    if algorithm is None or not isinstance(algorithm.record, AlgorithmSpec) or sampling.temperature == 0:
+        return
+    if not getattr(algorithm.options, "compares_generator_logprobs", algorithm.record.compares_generator_logprobs):
+        return
+    related: Related = ((("algorithm", "name"), checked.config.algorithm.name),)
+    whose = "the algorithm compares the generator's logprobs with the trainer's, which are those at the temperature, of"
+    for name, value, off in (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0)):
+        if value != off:
+            rule = f"{whose} all tokens; what is left of them by {name} is another distribution"
+            yield Problem(("sampling", name), rule, value, f"set it to {off:g}", related)
+    for role, config in checked.roles("generator"):
+        choice = checked.choices.selected.get(f"roles.{role}")
+        if choice is None or not isinstance(choice.record, GeneratorSpec) or config.model is not None:
+            continue
+        if sampling.temperature != 1 and "processed" not in bases_of(choice.record, choice.options):
+            rule = f"{whose} which '{choice.record.name}' returns none: its logprobs are of the raw distribution"
+            remedy = "set the generator's option for processed logprobs, if it has one, or sample at temperature 1"
+            generator: Related = (*related, (("roles", role, "backend"), config.backend))
+            yield Problem(("sampling", "temperature"), rule, sampling.temperature, remedy, generator)
+
+
+SAMPLING_RULES: tuple[Rule, ...] = (
+    completion_fits_model,
+    several_samples_differ,
+    mini_batches_have_samples,
+    compared_logprobs_have_one_basis,
+)

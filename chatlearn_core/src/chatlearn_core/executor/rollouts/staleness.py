@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from chatlearn_core.exceptions import ContractError
 from chatlearn_core.types import Metric, Metrics, Sample, Turn
 
 
@@ -41,8 +42,18 @@ def staleness_metrics(samples: Sequence[Sample], policy_version: int, serving: f
     Returns:
         ``rollout/staleness_mean`` (over tokens), ``rollout/staleness_max`` and ``rollout/stale_tokens`` (fraction),
         over the samples that are trained on; empty if none of them has version spans.
+
+    Raises:
+        ContractError: a token is of a version that does not exist yet; names the sample.
     """
     trained = [sample for sample in samples if sample.exclusion is None]
+    for sample in trained:
+        newest = max((span.version for turn in _turns([sample], serving) for span in turn.version_spans), default=0)
+        if newest > policy_version:
+            raise ContractError(
+                f"sample {sample.id!r} has tokens of policy version {newest}, and the newest is {policy_version}: the "
+                "generator stamps tokens with versions that it never received"
+            )
     ages = [
         (policy_version - span.version, span.stop - span.start)
         for turn in _turns(trained, serving)

@@ -22,7 +22,8 @@ class TestConformance(AlgorithmConformance):
 @pytest.fixture
 def algorithm() -> Acme:
     roles = {"trainer": "trainer", "generator": "generator", "reward": "reward"}
-    return Acme(AcmeOptions(group_size=3), AlgorithmContext(RAW_BASIS, 8, roles))
+    context = AlgorithmContext(RAW_BASIS, 8, roles)
+    return Acme(AcmeOptions(group_size=3), context)
 
 
 def make_samples(rewards: Sequence[float], num_completion_tokens: int = 3) -> list[Sample]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from chatlearn_core.data import RawExample
 from chatlearn_core.exceptions import DataError
 from chatlearn_testing.suites import DatasetConformance
 
@@ -16,12 +17,13 @@ class TestConformance(DatasetConformance):
     cases = SETTINGS["dataset/acme"]["cases"]
 
 
-def parse(**changes: object) -> object:
+def parse(**changes: object) -> RawExample:
     return AcmeFormat(AcmeOptions()).parse({**ROW, **changes})
 
 
 def test_the_prompt_lists_the_choices_by_letter() -> None:
-    example = AcmeFormat(AcmeOptions(instruction="One letter, please.")).parse(ROW)
+    options = AcmeOptions(instruction="One letter, please.")
+    example = AcmeFormat(options).parse(ROW)
     (message,) = example.prompt
     assert message == {
         "role": "user",
@@ -33,11 +35,11 @@ def test_the_prompt_lists_the_choices_by_letter() -> None:
 
 @pytest.mark.parametrize("answer", [1, "B", "b", "Jupiter"])
 def test_an_answer_is_a_number_a_letter_or_the_text(answer: object) -> None:
-    assert AcmeFormat(AcmeOptions()).parse({**ROW, "answer": answer}).ground_truth == "B"
+    assert parse(answer=answer).ground_truth == "B"
 
 
 def test_a_row_without_answer_has_no_ground_truth() -> None:
-    assert AcmeFormat(AcmeOptions()).parse({**ROW, "answer": None}).ground_truth is None
+    assert parse(answer=None).ground_truth is None
 
 
 @pytest.mark.parametrize(

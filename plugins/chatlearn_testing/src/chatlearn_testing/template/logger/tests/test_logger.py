@@ -39,5 +39,6 @@ def test_every_finite_metric_becomes_a_gauge(server: socket.socket, tmp_path: Pa
 
 
 def test_a_host_without_address_is_an_error_before_training(tmp_path: Path) -> None:
+    options = AcmeOptions(host="no-such-host.invalid")
     with pytest.raises(ConfigError, match=r"no-such-host\.invalid"):
-        AcmeLogger(AcmeOptions(host="no-such-host.invalid"), tmp_path).start({})
+        AcmeLogger(options, tmp_path).start({})

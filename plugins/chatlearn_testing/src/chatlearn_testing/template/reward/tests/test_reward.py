@@ -38,7 +38,8 @@ def make_sample(text: str, num_tokens: int, ground_truth: object = None) -> Samp
 
 
 def score(sample: Sample, **options: object) -> RewardResult:
-    reward = AcmeReward(AcmeOptions.model_validate(options), RoleContext("reward"))
+    chosen = AcmeOptions.model_validate(options)
+    reward = AcmeReward(chosen, RoleContext("reward"))
     reward.setup()
     (result,) = asyncio.run(reward.score([sample]))
     reward.close()

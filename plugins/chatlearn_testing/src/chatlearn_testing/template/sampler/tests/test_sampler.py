@@ -23,7 +23,8 @@ def scored(draw: ExampleDraw, rewards: list[float]) -> list[Sample]:
 
 
 def test_a_solved_prompt_rests_for_one_pass() -> None:
-    sampler = AcmeSampler(AcmeOptions(), SamplerContext([make_dataset("math", 4)], seed=0, shuffle=True))
+    context = SamplerContext([make_dataset("math", 4)], seed=0, shuffle=True)
+    sampler = AcmeSampler(AcmeOptions(), context)
     solved, half, *_ = first = sampler.next_batch(4)
     sampler.observe([*scored(solved, [1.0, 1.0]), *scored(half, [1.0, 0.0])])
     every = {draw.example.id for draw in first}
@@ -32,7 +33,8 @@ def test_a_solved_prompt_rests_for_one_pass() -> None:
 
 
 def test_if_all_are_solved_none_rests() -> None:
-    sampler = AcmeSampler(AcmeOptions(), SamplerContext([make_dataset("math", 3)], seed=0, shuffle=True))
+    context = SamplerContext([make_dataset("math", 3)], seed=0, shuffle=True)
+    sampler = AcmeSampler(AcmeOptions(), context)
     for draw in (first := sampler.next_batch(3)):
         sampler.observe(scored(draw, [1.0]))
     assert {draw.example.id for draw in sampler.next_batch(3)} == {draw.example.id for draw in first}

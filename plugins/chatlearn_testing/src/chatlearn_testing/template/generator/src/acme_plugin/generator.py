@@ -12,7 +12,15 @@ from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ConfigE
 from chatlearn_core.protocols import MemoryPart, OnTokens, RoleContext
 from chatlearn_core.types import Completion, FinishReason, GenerateRequest, ReplicaState, VersionSpan
 
-from acme_plugin.model import END_OF_SEQUENCE, TRANSITION, UNIGRAM, Weights, decode, manifest_of, read_weights
+from acme_plugin.model import (
+    END_OF_SEQUENCE,
+    TRANSITION,
+    UNIGRAM,
+    Weights,
+    decode,
+    manifest_of,
+    read_weights,
+)
 from acme_plugin.options import AcmeOptions
 from acme_plugin.sampling import Draw, draw
 from acme_plugin.weight_loader import AcmeWeightLoader
@@ -59,6 +67,11 @@ class AcmeGenerator:
     def __init__(self, options: AcmeOptions, context: RoleContext) -> None:
         if context.model is None:
             raise ConfigError(f"roles.{context.role}: a generator needs a model; set its model.path")
+        if context.engine_arguments:
+            raise ConfigError(
+                f"roles.{context.role}.engine: 'acme' takes no engine arguments; remove"
+                f" {', '.join(sorted(context.engine_arguments))}"
+            )
         self.options = options
         self.context = context
         self._source = context.model
@@ -140,7 +153,8 @@ class AcmeGenerator:
     @property
     def name(self) -> str:
         """For messages."""
-        return f"generator 'acme', role {self.context.role!r} replica {self.context.replica}"
+        place = f"role {self.context.role!r} replica {self.context.replica}"
+        return f"generator 'acme', {place}"
 
     @property
     def weights(self) -> Weights:

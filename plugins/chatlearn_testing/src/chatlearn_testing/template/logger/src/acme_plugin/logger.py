@@ -38,10 +38,8 @@ class AcmeLogger:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         except OSError as error:
-            raise ConfigError(
-                f"log.loggers: logger 'acme' cannot resolve host {host!r} (port {port}): {error}; "
-                "correct its option host"
-            ) from error
+            problem = f"cannot resolve host {host!r} (port {port}): {error}; correct its option host"
+            raise ConfigError(f"log.loggers: logger 'acme' {problem}") from error
         self._socket = socket.socket(family, kind, protocol)
         self._socket.setblocking(False)
         self._address = address

@@ -90,9 +90,8 @@ class AcmeSampler:
             draws = Counter({str(name): int(number) for name, number in state["draws"].items()})
             rests = {str(name): int(number) for name, number in state["rests"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"The state of sampler 'acme' is damaged: {type(error).__name__}: {error}."
-            ) from error
+            problem = f"is damaged: {type(error).__name__}: {error}"
+            raise CheckpointError(f"The state of sampler 'acme' {problem}.") from error
         if data != self._data or not len(passes) == len(queues) == len(drawn) == len(data):
             raise CheckpointError(
                 f"Sampler 'acme' cannot continue with other data: the checkpoint has {data}, the run has {self._data} "

@@ -25,7 +25,7 @@ COPIES = 4
 
 
 @dataclass(slots=True, frozen=True)
-class AcmeOffer:
+class FilesOffer:
     """The data that a sender publishes about one sync."""
 
     directory: str

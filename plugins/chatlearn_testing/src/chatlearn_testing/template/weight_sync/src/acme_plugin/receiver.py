@@ -11,7 +11,13 @@ from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.protocols import WeightLoader
 from chatlearn_core.types import Endpoint, SyncOffer, SyncRequest
 
-from acme_plugin.buckets import AcmeOffer, Bucket, RankFiles, check_tensor, read_bucket
+from acme_plugin.buckets import (
+    Bucket,
+    FilesOffer,
+    RankFiles,
+    check_tensor,
+    read_bucket,
+)
 from acme_plugin.options import AcmeOptions
 
 
@@ -71,7 +77,7 @@ class AcmeReceiver:
         """Do nothing: a receiver holds nothing between syncs."""
 
     def _files(self, plan: SyncRequest, offer: SyncOffer) -> RankFiles:
-        if not isinstance(offer.content, AcmeOffer):
+        if not isinstance(offer.content, FilesOffer):
             raise WeightSyncError(
                 f"{self._where(plan)}: sender rank {offer.sender_rank} offered {offer.content!r}, which is not an "
                 "offer of 'acme'; both ends must use the same transport"
@@ -93,4 +99,5 @@ class AcmeReceiver:
 
     def _where(self, plan: SyncRequest) -> str:
         end = self.endpoint
-        return f"weight sync {plan.sync_id!r} over 'acme', receiver of role {end.role!r} replica {end.replica}"
+        place = f"receiver of role {end.role!r} replica {end.replica}"
+        return f"weight sync {plan.sync_id!r} over 'acme', {place}"

@@ -9,7 +9,7 @@ from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.protocols import Trainer
 from chatlearn_core.types import Endpoint, SyncOffer, SyncRequest
 
-from acme_plugin.buckets import COPIES, AcmeOffer, Bucket, RankFiles, check_tensor
+from acme_plugin.buckets import COPIES, Bucket, FilesOffer, RankFiles, check_tensor
 from acme_plugin.options import AcmeOptions
 
 
@@ -39,7 +39,7 @@ class AcmeSender:
                 "writable for the trainer and on a disk that the generators share"
             ) from error
         self._open[plan.sync_id] = files
-        return SyncOffer(self.endpoint.rank, AcmeOffer(str(files.directory)))
+        return SyncOffer(self.endpoint.rank, FilesOffer(str(files.directory)))
 
     def send(self, plan: SyncRequest, trainer: Trainer) -> int:
         """Write every bucket, then the end marker; after a failure, write the failure marker for waiting receivers."""
@@ -97,4 +97,5 @@ class AcmeSender:
             yield bucket
 
     def _where(self, plan: SyncRequest) -> str:
-        return f"weight sync {plan.sync_id!r} over 'acme', sender rank {self.endpoint.rank}"
+        place = f"sender rank {self.endpoint.rank}"
+        return f"weight sync {plan.sync_id!r} over 'acme', {place}"
