@@ -216,7 +216,7 @@ class WeightSyncConfig(Section):
     export: Literal["auto", "full_tensors", "boxes"] = Field(
         "auto",
         description="full_tensors: trainer ranks gather each tensor. boxes: each rank sends the parts it holds. auto: "
-        "the transport's first choice among the forms that the trainer exports.",
+        "boxes where tensor, pipeline or expert parallel ranks hold parts; else the transport's first choice.",
     )
     payload: Literal["full", "adapter"] = Field(
         "full", description="full: the model, adapters merged in. adapter: only the LoRA adapters."

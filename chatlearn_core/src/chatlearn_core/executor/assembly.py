@@ -46,7 +46,7 @@ from chatlearn_core.plugins.records import (
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Algorithm, AlgorithmContext
 from chatlearn_core.protocols.prompt_renderer import PromptRenderer
-from chatlearn_core.runtime.model_families import check_served_families, model_family
+from chatlearn_core.runtime.model_families import check_layouts, check_served_families, model_family
 from chatlearn_core.runtime.plan import RolePlan, RunPlan
 from chatlearn_core.types import LogprobBasis, SamplingParams
 
@@ -221,6 +221,7 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
     by_text = called_by_text(loaded, [flow.graph, *flow.evaluations.values()], flow.learning.learners)
     models = check_role_models(loaded, family, flow.plan.roles, tokenizer, facts, by_text)
     check_served_families(loaded, models)
+    check_layouts(loaded, models)
     plan = with_vocab_sizes(flow.plan, {name: model.vocab_size for name, model in models.items()})
     stop_token_ids = _ends_of_turns(renderer, tokenizer)
     sampling = replace(sampling, stop_token_ids=stop_token_ids, max_kept_ids=flow.max_kept_ids)

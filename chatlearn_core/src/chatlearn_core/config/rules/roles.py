@@ -169,7 +169,9 @@ def engine_arguments(checked: Checked) -> Iterator[Problem]:
             continue
         for argument, problem in problems.items():
             rule = f"{record.kind} '{record.name}' does not take this engine argument: {problem}"
-            yield Problem((*path, argument), rule, role.engine[argument], related=backend)
+            section, _, key = argument.partition(".")
+            value = role.engine[section][key] if key else role.engine[argument]
+            yield Problem((*path, *filter(None, (section, key))), rule, value, related=backend)
 
 
 def algorithm_roles(checked: Checked) -> Iterator[Problem]:
