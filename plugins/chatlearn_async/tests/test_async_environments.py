@@ -56,7 +56,7 @@ async def test_only_sampled_tokens_are_trained_on_whatever_weights_sampled_them(
     def keep(step: int, samples: Any) -> None:
         taken.extend((step, sample) for sample in samples)
 
-    run = two_turns.make("async", STALE, *SLOW)
+    run = two_turns.make("async", {**STALE, "options": {"turns": "together"}}, *SLOW)
     run.observers = Observers([Observer("chatlearn_rollout_end", "test 1", keep, ("step", "samples"))])
     await run.train()
     assert len(taken) == 36

@@ -103,7 +103,8 @@ async def _one(call: FlowCall, request: RolloutRequest, turn: Callable[[], Await
 
     async def generate(handle: str, wanted: GenerateRequest) -> Completion:
         await turn()
-        found = await call.source.completion(role.uses[handle], RolloutRequest(wanted.id, request.draw, wanted))
+        asking = RolloutRequest(request.sample_id, request.draw, wanted)
+        found = await call.source.completion(role.uses[handle], asking)
         assert found is not None, "partial rollouts are refused beside environments"
         [completion] = await call.runtime.data.aget_completions([found])
         return completion
