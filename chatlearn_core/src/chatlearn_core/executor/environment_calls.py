@@ -128,7 +128,7 @@ def _take(request: RolloutRequest, made: Rollout, role: RolePlan) -> None:
     samples = []
     for sample in made.samples:
         turns = tuple(replace(turn, generator=turn.generator or generator) for turn in sample.turns)
-        sample = replace(sample, turns=turns, reward=made.reward or sample.reward)
+        sample = replace(sample, turns=turns, reward=sample.reward or made.reward)
         if not sample.loss_mask.any():
             sample.exclusion = "empty_completion"
         if made.status == "failed":
