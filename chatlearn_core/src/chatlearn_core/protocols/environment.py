@@ -182,7 +182,8 @@ class RolloutContext:
         Args:
             token_ids: [P] the whole sequence so far.
             role: a handle of ``uses``; by default the policy.
-            sampling: by default the run's. Its seed is replaced by one keyed by the rollout and the number of the call.
+            sampling: by default the run's. Its seed is replaced: by the rollout's in the first call, later by one keyed
+                by it and the number of the call.
             media: the media that the tokens refer to.
 
         Raises:
@@ -205,7 +206,8 @@ class RolloutContext:
         number, self._num_calls = self._num_calls, self._num_calls + 1
         self._num_turns += handle == self.policy
         wanted = sampling or self.sampling
-        own = replace(wanted, seed=keyed_seed(self.order.seed, "turn", number), max_tokens=min(wanted.max_tokens, room))
+        seed = keyed_seed(self.order.seed, "turn", number) if number else self.order.seed  # as in generator.generate
+        own = replace(wanted, seed=seed, max_tokens=min(wanted.max_tokens, room))
         request = GenerateRequest(f"{self.id}/{number}", token_ids, own, self.order.group_id, media=media)
         return await self.generate_for(handle, request)
 
