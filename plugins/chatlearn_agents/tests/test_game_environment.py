@@ -136,7 +136,14 @@ async def test_clients_in_the_manner_of_openenv(plays: Any, tokenizer: Any, plai
     played = await plays(Game(counting).environment(), tokenizer, ["1", "two", "3"], prompt=prompt)
     assert "Count.\n\nreach 3<|im_end|>" in played.text
     assert played.rollout.reward.value == -0.25 - 1.0 + 1.0
-    assert some_games.Counting.closed == 1
+    each = Game({**counting, "rewards": "turns"}).environment()
+    by_turn = await plays(each, tokenizer, ["1", "two", "3"], prompt=prompt)
+    reward, turns = by_turn.sample.reward, by_turn.sample.turns
+    assert (reward.value, reward.components) == (0.0, {"return": -0.25})
+    assert (reward.step_ends + by_turn.sample.num_prompt_tokens).tolist() == [turn.stop - 1 for turn in turns]
+    assert reward.token_values[reward.step_ends].tolist() == [-0.25, -1.0, 1.0]
+    assert by_turn.sample.token_ids.tolist() == played.sample.token_ids.tolist()
+    assert some_games.Counting.closed == 2
     seeds = [
         (await plays(Game(counting).environment(), tokenizer, ["9"], prompt=replace(prompt, columns={}))).text
         for _ in range(2)

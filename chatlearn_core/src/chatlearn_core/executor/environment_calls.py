@@ -104,7 +104,8 @@ async def _one(call: FlowCall, request: RolloutRequest, turn: Callable[[], Await
 
     async def generate(handle: str, wanted: GenerateRequest) -> Completion:
         await turn()
-        found = await call.source.completion(role.uses[handle], RolloutRequest(wanted.id, request.draw, wanted))
+        asking = RolloutRequest(request.sample_id, request.draw, wanted)
+        found = await call.source.completion(role.uses[handle], asking)
         assert found is not None, "partial rollouts are refused beside environments"
         [completion] = await call.runtime.data.aget_completions([found])
         return completion
@@ -130,7 +131,7 @@ def _take(request: RolloutRequest, made: Rollout, role: RolePlan) -> None:
     samples = []
     for sample in made.samples:
         turns = tuple(replace(turn, generator=turn.generator or generator) for turn in sample.turns)
-        sample = replace(sample, turns=turns, reward=made.reward or sample.reward)
+        sample = replace(sample, turns=turns, reward=sample.reward or made.reward)
         if not sample.loss_mask.any():
             sample.exclusion = "empty_completion"
         if made.status == "failed":

@@ -46,7 +46,8 @@ class CompletionSource(Protocol):
     how long environments take."""
 
     async def completion(self, role: str, request: RolloutRequest) -> Completion | None:
-        """The completion of the generation request; None leaves the rollout out.
+        """The completion of the generation request; None leaves the rollout out. ``request.sample_id`` is that of the
+        rollout, which may make several requests.
 
         Raises:
             ReplicaLostError: a replica died and has no restarts left.

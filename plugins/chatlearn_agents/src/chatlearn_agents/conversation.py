@@ -100,6 +100,10 @@ class Conversation:
         self._messages += messages
         return True
 
+    def rewarded(self, value: float) -> None:
+        """Give the last turn a reward of its own."""
+        self._builder.rewarded(value)
+
     def finished(self, status: RolloutStatus, counts: Mapping[str, float], reward: Any = None) -> Rollout:
         """The rollout.
 

@@ -168,6 +168,11 @@ class GameOptions(BaseModel):
         "That is no action. Try again.", min_length=1, description="The user's message after an invalid turn."
     )
     invalid_reward: float = Field(0.0, allow_inf_nan=False, description="Reward of an invalid turn.")
+    rewards: Literal["sum", "turns"] = Field(
+        "sum",
+        description="sum: the rollout's reward is the sum of the game's. turns: each turn has the game's reward "
+        "for it, as the reward of a step, and the rollout none of its own.",
+    )
     max_steps: int = Field(100, ge=1, description="Number of turns, after which the rollout is truncated.")
     max_observation_chars: int = Field(
         8000, ge=16, description="Characters of an observation that the policy sees; a cut one says so."

@@ -69,6 +69,8 @@ def asynchronous(options: AsyncOptions, loaded: LoadedConfig, graph: Graph) -> l
             text = "are aborted and resume from their tokens on other replicas"
         if at_sync(how, loaded) == "pause":
             text = _KV_TEXT[kv_after_sync_of(choice.record, choice.options)]
+            if how == "pause" and abort_problem(loaded) is None and loaded.config.checkpoint.every:
+                text += "; before a checkpoint they are aborted and resume, so that it has their tokens"
         lines.append(f"at a weight sync: {which} of {role} ({choice.record.name}) {text}")
     if options.replay is not None:
         lines.append(f"repeats the run that recorded {options.replay}")
@@ -82,7 +84,7 @@ def during_sync(options: AsyncOptions, loaded: LoadedConfig, graph: Graph) -> Du
         ConfigError: a generator or the flow does not permit what is configured; names the role and the remedy.
     """
     key = f"{loaded.source}: rollout.options.during_sync"
-    problems = {"abort": _abort_problem(loaded), "pause": _pause_problem(loaded)}
+    problems = {"abort": abort_problem(loaded), "pause": _pause_problem(loaded)}
     problems["continue"] = _turns_problem(loaded) or (problems["pause"] and problems["abort"])
     if used := _used_generator(loaded, graph):
         problems = dict.fromkeys(problems, used)
@@ -99,7 +101,7 @@ def during_sync(options: AsyncOptions, loaded: LoadedConfig, graph: Graph) -> Du
     elif problems["pause"] is None:
         how = "pause"
     if options.replay is not None:
-        _check_replay(how, loaded, graph)
+        _check_replay(how, loaded)
     return how
 
 
@@ -136,19 +138,13 @@ def _turns_lines(graph: Graph, together: bool) -> list[str]:
 def at_sync(how: DuringSync, loaded: LoadedConfig) -> AtSync:
     """What interrupts completions: ``abort``, if how is ``continue`` and the generators permit both."""
     if how == "continue":
-        return "pause" if _abort_problem(loaded) else "abort"
+        return "pause" if abort_problem(loaded) else "abort"
     return "none" if how == "wait" else how
 
 
 def serving_generators(loaded: LoadedConfig) -> list[str]:
     """The generator roles that serve the run's model."""
     return [name for name, role in loaded.config.roles.items() if role.kind == "generator" and role.model is None]
-
-
-def makes_samples_in_one_call(graph: Graph) -> bool:
-    """Whether each sample of the flow is one completion, so that a checkpoint can hold it while it is unfinished."""
-    made = graph.calls("generator.generate")
-    return bool(made) and all(node in made for node in graph.nodes if node.kind in ("generator", "environment"))
 
 
 def _check_generates(loaded: LoadedConfig, graph: Graph) -> None:
@@ -169,7 +165,8 @@ def _turns_problem(loaded: LoadedConfig) -> str | None:
     )
 
 
-def _abort_problem(loaded: LoadedConfig) -> str | None:
+def abort_problem(loaded: LoadedConfig) -> str | None:
+    """Why completions cannot be aborted and resumed; None if they can."""
     for role in serving_generators(loaded):
         record = loaded.plugin("roles", role).record
         assert isinstance(record, GeneratorSpec)
@@ -201,17 +198,12 @@ def _used_generator(loaded: LoadedConfig, graph: Graph) -> str | None:
     return None
 
 
-def _check_replay(how: DuringSync, loaded: LoadedConfig, graph: Graph) -> None:
+def _check_replay(how: DuringSync, loaded: LoadedConfig) -> None:
     key = f"{loaded.source}: rollout.options.replay"
     if how != "abort":
         raise ConfigError(
             f"{key} repeats where completions were interrupted, which only during_sync: abort determines; it is "
             f"{how!r}. Remove replay, or set during_sync: abort with a generator that resumes completions"
-        )
-    if not makes_samples_in_one_call(graph):
-        raise ConfigError(
-            f"{key} repeats completions of a single call of a generator, but the flow of algorithm "
-            f"{loaded.config.algorithm.name!r} has further turns. Remove replay"
         )
     if loaded.config.rollout.work_stealing:
         raise ConfigError(f"{key} needs batches that do not depend on timing: set rollout.work_stealing: false")
