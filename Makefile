@@ -39,9 +39,10 @@ $(VENV)/.installed: $(METADATA) | $(BIN)/python
 	$(PIP) install --quiet --constraint requirements/constraints.txt $(EDITABLE) -e .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
+$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt requirements/agents.txt
 	@echo "Installing what tests need into $(VENV) (once) ..."
 	$(PIP) install --quiet --constraint requirements/constraints.txt --requirement requirements/dev.txt
+	$(PIP) install --quiet --no-deps --requirement requirements/agents.txt
 	@touch $@
 
 $(VENV)/.installed-vllm: $(VENV)/.installed-dev requirements/vllm.txt

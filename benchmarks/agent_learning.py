@@ -220,7 +220,7 @@ def main() -> None:
         "heldout": arguments.heldout,
         "openai_agents": installed_version("openai-agents"),
         "date": learning.today(),
-        "commit": learning.commit(),
+        **learning.revision(),
         "machine": machine_facts(),
     }
     (directory / "agent_learning.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

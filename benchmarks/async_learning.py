@@ -124,7 +124,7 @@ def main() -> None:
         "steps": arguments.steps,
         "heldout": arguments.heldout,
         "date": learning.today(),
-        "commit": learning.commit(),
+        **learning.revision(),
         "machine": machine_facts(),
     }
     (directory / "async_learning.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -63,6 +63,9 @@ class Costs:
     """A token that is trained on, divided by the number of replicas: the trainer is as large as the fleet."""
     sync_s: float = 2.0
     """A weight sync."""
+    load_s: float = 0.5
+    """Of it, the time in which a replica loads what was sent. With ``continue`` replicas load in ``num_turns``."""
+    num_turns: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ MODES: dict[str, tuple[int, Any]] = {
     "async 4": (4, "abort"),
     "async 8": (8, "abort"),
     "async 8, pause": (8, "pause"),
+    "async 8, continue": (8, "continue"),
 }
 """``max_staleness``, and what becomes of unfinished completions at a weight sync."""
 
@@ -147,6 +151,9 @@ class Replica:
             self._answer(self.running.pop(name), "abort")
         self._ends = [end for end in self._ends if end[2].request.id in self.running]
         heapq.heapify(self._ends)
+
+    async def abort_all(self) -> None:
+        await self.abort([*self.running, *(sequence.request.id for sequence in self.waiting)])
 
     def pause(self) -> None:
         self._may_run.clear()
@@ -257,7 +264,23 @@ class Fleet:
         self, request: GenerateRequest, replica: int | None = None, on_tokens: OnTokens | None = None
     ) -> Completion:
         index = replica_index(request, self.num_replicas) if replica is None else replica
+        if index not in self.accepting:
+            index = sorted(self.accepting)[replica_index(request, len(self.accepting))]
         return await self.replicas[index].generate(request)
+
+    async def sync(self, version: int, how: str, costs: Costs) -> None:
+        """All replicas change together, or with ``continue`` in turns after the trainer has sent."""
+        await asyncio.sleep(costs.sync_s - costs.load_s)
+        num_turns = min(costs.num_turns, self.num_replicas) if how == "continue" else 1
+        for first in range(num_turns):
+            turn = range(first, self.num_replicas, num_turns)
+            if how == "continue":
+                self.accepting -= set(turn)
+                await asyncio.gather(*(self.replicas[index].abort_all() for index in turn))
+            await asyncio.sleep(costs.load_s)
+            for index in turn:
+                self.replicas[index].serve(version)
+            self.accepting = frozenset({*self.accepting, *turn})
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         assert request_ids is not None
@@ -321,10 +344,8 @@ async def simulate(mode: str, num_replicas: int, work: Work, costs: Costs, num_s
         length = sum(len(sample.token_ids) for sample in trained)
         await asyncio.sleep(costs.train_s * length / num_replicas)
         await producer.before_sync()
-        await asyncio.sleep(costs.sync_s)
+        await fleet.sync(step, how, costs)
         state.policy_version = step
-        for replica in fleet.replicas:
-            replica.serve(step)
         await producer.updates_done()
         state.step = step
         if step > warm_up:

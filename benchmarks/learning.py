@@ -5,7 +5,7 @@ this warm start and is judged on held-out problems by the rule reward, with gree
 right and a wrong completion that the warm start sampled; the held-out pairs answer held-out problems. The reward model
 also learns from pairs that the policy of ``grpo`` sampled, because PPO asks it about such completions later. A run is a
 directory: finished ones are kept, and a run that was stopped resumes. Delete a run's directory after a change of its
-recipe.
+recipe; the table marks results of recipes that have changed since.
 
     python benchmarks/learning.py                              # every algorithm, one seed
     python benchmarks/learning.py --seeds 0 1 2 --processes 8
@@ -17,6 +17,7 @@ Writes ``table.md``, ``learning.svg`` and ``learning.json`` to ``--directory``.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -25,7 +26,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from itertools import cycle, islice
 from pathlib import Path
@@ -49,6 +50,7 @@ so an algorithm that learns makes the model show its working everywhere."""
 SFT_STEPS, SFT_BATCH = 260, 32
 ROLES = ("trainer", "generator", "reward")
 HELDOUT_PAIRS, HELDOUT_FILE = "heldout_pairs", "heldout_accuracy.json"
+CHANGED = "recipe changed since"
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,16 @@ RECIPES: dict[str, Recipe] = {
         needs="reward_model",
     ),
 }
+
+
+def recipe_hash(name: str) -> str:
+    """Of what a recipe sets, and of the recipes that it needs; a new setting with its default changes nothing."""
+    recipe, default = RECIPES[name], Recipe()
+    values = {one.name: getattr(recipe, one.name) for one in fields(Recipe)}
+    content: dict[str, Any] = {key: value for key, value in values.items() if value != getattr(default, key)}
+    if recipe.needs:
+        content["needs"] = [recipe.needs, recipe_hash(recipe.needs)]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def roles_of(recipe: Recipe, directory: Path, seed: int) -> dict[str, Any]:
@@ -338,7 +350,8 @@ def run(name: str, seed: int, directory: Path) -> str:
     if RECIPES[name].policy_pairs:
         policy_pairs(RECIPES[name].needs, seed, directory)
     chatlearn("run", configuration(name, seed, directory), directory / "configs" / f"{name}-{seed}.yaml")
-    (run_dir / "made.json").write_text(json.dumps({"commit": commit(), "date": today()}), encoding="utf-8")
+    made = {**revision(), "date": today(), "recipe": recipe_hash(name)}
+    (run_dir / "made.json").write_text(json.dumps(made), encoding="utf-8")
     return "finished"
 
 
@@ -415,12 +428,21 @@ def today() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d")
 
 
-def commit() -> str:
-    """Of the repository; with ``+`` where files differ from it."""
-    git = ["git", "-C", str(REPOSITORY)]
-    name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    changed = subprocess.run([*git, "status", "--short"], capture_output=True, text=True, check=False).stdout
-    return name.strip() + ("+" if changed.strip() else "")
+def revision() -> dict[str, str]:
+    """``commit`` and ``tree`` of the repository, with ``+`` where files differ from them.
+
+    A commit that is rebased has another name, and the same tree where its files are the same.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(REPOSITORY), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = "+" if git("status", "--short") else ""
+    return {
+        "commit": git("rev-parse", "--short", "HEAD") + changed,
+        "tree": git("rev-parse", "--short", "HEAD^{tree}") + changed,
+    }
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -429,16 +451,24 @@ def spread(values: Sequence[float], form: str) -> str:
     return text if len(values) == 1 else f"{text} ({format(min(values), form)} .. {format(max(values), form)})"
 
 
+def made_at(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Dates and trees of runs, and whether their recipe is another one today."""
+    times = dict.fromkeys(f"{run['date']}, {run.get('tree') or 'tree not recorded'}" for run in runs)
+    changed = any(run.get("recipe") != recipe_hash(run["name"]) for run in runs)
+    return "; ".join(times) + (f" ({CHANGED})" if changed else "")
+
+
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """A row for each algorithm; those without a finished run say so."""
     lines = [
-        "| algorithm | seeds | accuracy before | after | asked gain | pairs before -> after | margin gain | met |",
-        "|---|---|---|---|---|---|---|---|",
+        "| algorithm | seeds | accuracy before | after | asked gain | pairs before -> after | margin gain | met "
+        "| date, tree |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, recipe in RECIPES.items():
         runs = [result for result in results if result["name"] == name]
         if not runs:
-            lines.append(f"| `{name}` | not run | | | | | | |")
+            lines.append(f"| `{name}` | not run | | | | | | | |")
             continue
         answers = [("", "", "")]
         if "after" in runs[0]:
@@ -455,7 +485,8 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         if "margin" in runs[0]:
             margin = spread([r["margin"][1] - r["margin"][0] for r in runs], "+.2f")
         met = f"{sum(r['met'] for r in runs)} of {len(runs)}"
-        lines.append(f"| `{name}` | {len(runs)} | " + " | ".join((*answers[0], pairs, margin, met)) + " |")
+        cells = (*answers[0], pairs, margin, met, made_at(runs))
+        lines.append(f"| `{name}` | {len(runs)} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -540,7 +571,7 @@ def main() -> None:
         "benchmark": "learning",
         "met": not failed and all(result["met"] for result in found),
         "date": today(),
-        "commit": commit(),
+        **revision(),
         "runs": found,
         "machine": machine_facts(),
     }

@@ -161,6 +161,30 @@ def logprobs_of_another_basis_than_declared(recipe: Any) -> list[str]:
     return ["generator 'untrue' (role 'generator') returned logprobs of basis raw", "temperature=0.7", "bases"]
 
 
+def trainer_over_ranks(recipe: Any, backend: str, ranks: int, **role: Any) -> None:
+    recipe.content["roles"]["trainer"] = {"kind": "trainer", "backend": backend, "ranks": ranks} | role
+    recipe.content["runtime"] = {"backend": "ray"}
+
+
+def layout_that_does_not_divide_the_model(recipe: Any) -> list[str]:
+    trainer_over_ranks(recipe, "megatron", 4, options={"tensor_parallel": 4})
+    return [
+        "run.yaml, roles.trainer.options: trainer 'megatron' cannot split this qwen3 model over ranks: 4 as they say:",
+        "tensor_parallel 4 does not divide the model's 2 key-value heads; it may be 1, 2",
+        "nearest layouts of 4 ranks that fit: {tensor_parallel: 2}; ",
+    ]
+
+
+def ulysses_groups_that_do_not_divide_the_heads(recipe: Any) -> list[str]:
+    trainer_over_ranks(recipe, "deepspeed", 6, options={"ulysses": 3})
+    return ["ulysses 3 does not divide the model's 4 query heads; of 6 ranks it may be 1, 2"]
+
+
+def native_setting_of_an_option(recipe: Any) -> list[str]:
+    trainer_over_ranks(recipe, "deepspeed", 2, engine={"zero_optimization": {"stage": 1}})
+    return ["roles.trainer.engine.zero_optimization.stage: ", "set options.zero_stage (got 1)"]
+
+
 BAD_INPUT = [
     missing_file,
     empty_file,
@@ -184,6 +208,9 @@ BAD_INPUT = [
     truncated_logprobs_without_a_bound_on_the_ids,
     truncated_logprobs_of_a_generator_that_returns_no_ids,
     logprobs_of_another_basis_than_declared,
+    layout_that_does_not_divide_the_model,
+    ulysses_groups_that_do_not_divide_the_heads,
+    native_setting_of_an_option,
 ]
 
 

@@ -136,8 +136,8 @@ def test_grpo_with_zero_3_ranks_and_sglang(tmp_path: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 def test_grpo_with_megatron_ranks_and_vllm(tmp_path: Path) -> None:
-    """Two tensor parallel ranks send their own parts to vLLM; two names differ from a run on FSDP and transformers. The
-    reference is one rank of FSDP.
+    """Two tensor parallel ranks send their own parts, which vLLM's side puts together; two names differ from a run on
+    FSDP and transformers. The reference is one rank of FSDP.
     """
     options = {"learning_rate": 1e-2, "num_threads": 1, "tensor_parallel": 2, "sequence_parallel": True}
     steps = assert_trains(
@@ -147,7 +147,7 @@ def test_grpo_with_megatron_ranks_and_vllm(tmp_path: Path) -> None:
         roles={"reference": OTHER_TRAINER},
         algorithm={"name": "grpo", "options": {"group_size": 4, "kl_coef": 0.1, "kl_placement": "reward"}},
         runtime={"backend": "ray", "options": {"object_store_mb": 100}},
-        weight_sync={"backend": "broadcast"},
+        weight_sync={"backend": "broadcast", "export": "boxes"},
     )
     assert_starts_at_the_reference(steps)
 

@@ -25,6 +25,10 @@ def length_of_the_answer(body: Any, number: int) -> HttpReply:
     return chat_completion(f"Score: {len(body['messages'][-1]['content'])}")
 
 
+GRPO = ("grpo", {"group_size": 3, "kl_coef": 0.01})
+RLAIF = ("online_dpo", {"group_size": 3})
+
+
 def rollouts(run_dir: Path, step: int) -> list[Any]:
     lines = (run_dir / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -55,14 +59,23 @@ def test_a_killed_run_with_normalised_verdicts_ends_bit_identical(recipe: Any, c
             assert row["reward"] == pytest.approx(max(-2.0, min(2.0, expected)), rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.slow)])
-def test_a_judge_that_answers_nonsense_is_a_counted_exclusion(recipe: Any, chatlearn: Any, runtime: str) -> None:
+@pytest.mark.parametrize(
+    ("runtime", "algorithm"),
+    [("local", GRPO), ("local", RLAIF), pytest.param("ray", GRPO, marks=pytest.mark.slow)],
+    ids=["grpo-local", "online_dpo-local", "grpo-ray"],
+)
+def test_a_judge_that_answers_nonsense_is_a_counted_exclusion(
+    recipe: Any, chatlearn: Any, runtime: str, algorithm: tuple[str, dict[str, Any]]
+) -> None:
+    """Online DPO from a judge's verdicts is RLAIF."""
+
     def reply(body: Any, number: int) -> HttpReply:
         content = body["messages"][-1]["content"]
         return chat_completion("I like turtles") if len(content) % 2 else length_of_the_answer(body, number)
 
     with FakeHttpServer(reply) as server:
         recipe.content["roles"]["reward"] = judged_by(server)
+        recipe.content["algorithm"] = {"name": algorithm[0], "options": algorithm[1]}
         recipe.content["runtime"] = {"backend": runtime, "options": {"num_threads": 1}}
         recipe.content["train"]["steps"] = 1
         finished = chatlearn("run", recipe.write(), NO_PROXY="127.0.0.1")
@@ -72,6 +85,8 @@ def test_a_judge_that_answers_nonsense_is_a_counted_exclusion(recipe: Any, chatl
     assert 0 < len(failed) < len(rows)
     line = [json.loads(line) for line in (recipe.run_dir / "metrics.jsonl").read_text().splitlines()][-1]
     assert line["samples/excluded/reward_failed"] == len(failed)
+    assert line["samples/trained"] > 0
+    assert line["policy/grad_norm"] > 0
     assert "the judge gave no verdict, but 'I like turtles'" in finished.output
 
 

@@ -18,6 +18,7 @@ from chatlearn_core.executor.assembly import assemble_flow
 from chatlearn_core.plugins.loader import discover_plugins
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+DOCS = BENCHMARKS.parent / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +61,32 @@ def test_what_a_recipe_asks_for(learning: Any, result: dict[str, Any], met: bool
 
 
 def test_the_table_shows_spread_and_what_was_not_run(learning: Any) -> None:
-    runs = [{"name": "grpo", "seed": i, "before": 0.4, "after": 0.6 + i / 10, "met": True} for i in range(3)]
+    made = {"date": "2026-01-02", "tree": "abc", "recipe": learning.recipe_hash("grpo")}
+    runs = [{"name": "grpo", "seed": i, "before": 0.4, "after": 0.6 + i / 10, "met": True, **made} for i in range(3)]
     lines = learning.table(runs).splitlines()
-    assert "| `grpo` | 3 | 40% | 70% (60% .. 80%) | +10 points |  |  | 3 of 3 |" in lines
-    assert "| `dpo` | not run | | | | | | |" in lines
+    assert "| `grpo` | 3 | 40% | 70% (60% .. 80%) | +10 points |  |  | 3 of 3 | 2026-01-02, abc |" in lines
+    assert "| `dpo` | not run | | | | | | | |" in lines
+    changed = learning.table([runs[0] | {"recipe": "other", "tree": ""}])
+    assert f"| 1 of 1 | 2026-01-02, tree not recorded ({learning.CHANGED}) |" in changed
+
+
+def test_the_document_shows_the_recorded_runs_and_which_recipes_changed(learning: Any) -> None:
+    record = json.loads((BENCHMARKS / "results" / "learning.json").read_text())
+    shown = learning.table(record["runs"])
+    assert shown in (DOCS / "algorithms.md").read_text(), "put the table of benchmarks/learning.py into the document"
+    assert learning.plot(record["runs"]) == (DOCS / "learning.svg").read_text()
+    for run in record["runs"]:
+        [row] = [line for line in shown.splitlines() if line.startswith(f"| `{run['name']}` |")]
+        assert (learning.CHANGED in row) == (run["recipe"] != learning.recipe_hash(run["name"])), run["name"]
+
+
+def test_a_recipe_is_recorded_by_what_it_sets(learning: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the recipe that it needs; not by its name, or by defaults."""
+    assert learning.recipe_hash("dpo") == learning.recipe_hash("ipo") != learning.recipe_hash("simpo")
+    before = learning.recipe_hash("distillation")
+    changed = learning.replace(learning.RECIPES["grpo"], steps=21)
+    monkeypatch.setitem(learning.RECIPES, "grpo", changed)
+    assert learning.recipe_hash("distillation") != before
 
 
 def test_a_run_counts_once_its_answers_are_judged(learning: Any, tmp_path: Path) -> None:

@@ -87,12 +87,24 @@ def test_held_out_pairs_move_apart(offline: Any, chatlearn: Any, name: str, role
         assert "score.weight" in load_file(recipe.run_dir / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize("point", ["mismatched", "zero"])
-def test_kto_moves_good_and_bad_completions_apart(offline: Any, chatlearn: Any, point: str) -> None:
-    """The reference stays where mismatched pairs need it in every step, and is closed where nothing does."""
-    recipe = offline("kto", {"trainer": TRAINER, "reference": FROZEN}, {"reference_point": point})
+def test_kto_moves_good_and_bad_completions_apart(offline: Any, chatlearn: Any) -> None:
+    """Mismatched pairs, too, are kept: the reference is closed before the run, which measures as one that keeps it."""
+    recipe = offline("kto", {"trainer": TRAINER, "reference": FROZEN}, {"reference_point": "mismatched"})
     finished = chatlearn("run", recipe.file)
     assert finished.code == 0, finished.output
+    [note] = [event["note"] for event in events(recipe.run_dir) if event["event"] == "output_cache"]
+    assert note.endswith("closed")
+    trace = [json.loads(line) for line in (recipe.run_dir / "trace.jsonl").read_text().splitlines()]
+    actions = {entry["action"] for entry in trace if entry.get("role") == "reference"}
+    assert actions == {"read_logprobs", "read_mismatched_logprobs"}
+    elsewhere = recipe.file.parent / "resident"
+    changes = ["algorithm.options.cache_reference=false", "train.steps=3", f"output_dir={elsewhere}"]
+    resident = chatlearn("run", recipe.file, *changes)
+    assert resident.code == 0, resident.output
+    assert not (elsewhere / "output_cache.sqlite3").exists()
+    for kept, computed in zip(lines(recipe.run_dir), lines(elsewhere), strict=False):
+        for name in ("kto/reference_point", "policy/loss", "policy/grad_norm"):
+            assert kept[name] == pytest.approx(computed[name], rel=1e-4, abs=1e-6)
     summary = json.loads((recipe.run_dir / "summary.json").read_text())
     good, bad = summary["eval/desirable_score"], summary["eval/undesirable_score"]
     assert good["before"] == pytest.approx(0.0, abs=1e-5)
@@ -100,8 +112,7 @@ def test_kto_moves_good_and_bad_completions_apart(offline: Any, chatlearn: Any, 
     assert summary["eval/loss"]["after"] < summary["eval/loss"]["before"]
     first, *_, last = lines(recipe.run_dir)
     assert first["kto/reference_point"] == pytest.approx(0.0, abs=1e-5)
-    assert (last["kto/reference_point"] >= 0, last["kto/desirable"]) == (True, 0.5)
-    assert (recipe.run_dir / "output_cache.sqlite3").exists() == (point == "zero")
+    assert (last["kto/reference_point"] > 0, last["kto/desirable"]) == (True, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +139,9 @@ def test_sampled_completions_are_ranked_and_learned(recipe: Any, chatlearn: Any,
         kept = 1 if name == "rejection_sampling" else 2
         assert line["samples/trained"] + line["samples/excluded"] == 4 * options["group_size"]
         assert 0 < line["samples/trained"] <= 4 * kept
+        reasons = {key.rpartition("/")[2] for key in line if key.startswith("samples/excluded/")}
+        tokens = {reason: line[f"rollout/discarded_tokens/{reason}"] for reason in reasons}
+        assert sum(tokens.values()) == line.get("rollout/discarded_tokens", 0)
         assert line["policy/grad_norm"] > 0
 
 
@@ -156,6 +170,27 @@ def test_rows_with_equal_sides_end_the_run_or_are_counted(offline: Any, chatlear
     accepted = chatlearn("run", recipe.file, "data.on_bad_row=skip")
     assert accepted.code == 0, accepted.output
     assert "completions 0 and 1 are equal" in accepted.output
+
+
+def test_eval_compares_the_trained_model_with_the_reference_of_the_run(offline: Any, chatlearn: Any) -> None:
+    """A frozen role without a model of its own keeps the run's model, not the evaluated one."""
+    recipe = offline("dpo", {"trainer": TRAINER, "reference": FROZEN}, steps=2)
+    finished = chatlearn("run", recipe.file)
+    assert finished.code == 0, finished.output
+    measured = {key: value for key, value in lines(recipe.run_dir)[-1].items() if key.startswith("eval/")}
+    assert measured["eval/margin"] > 1e-3, "the policy is no longer the reference"
+
+    model = recipe.run_dir / "model"
+    evaluated = chatlearn("eval", recipe.file, "--checkpoints", "all", "--model", model)
+    assert evaluated.code == 0, evaluated.output
+    results = json.loads((recipe.run_dir / "evaluation" / "metrics.json").read_text())["evaluations"]
+    alone = chatlearn("eval", recipe.file, "--json")
+    assert alone.code == 0, alone.output
+    results.append({"metrics": json.loads(alone.output.splitlines()[-1])})
+    assert results[-1]["metrics"].pop("model") == str(model)
+    assert [one.get("step") for one in results[-3:]] == [2, None, None]
+    for one in results[-3:]:
+        assert one["metrics"] == pytest.approx(measured, rel=1e-5, abs=1e-6)
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
@@ -202,20 +237,27 @@ def test_a_reference_that_changes_is_not_kept(offline: Any, chatlearn: Any) -> N
     assert chatlearn("config", "validate", recipe.file, "algorithm.options.cache_reference=false").code == 0
 
 
-@pytest.mark.parametrize("divergence", ["sampled_reverse_kl", "forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize(
+    ("divergence", "match"),
+    [("sampled_reverse_kl", "tokens"), ("sampled_reverse_kl", "text"), ("forward_kl", "tokens"), ("jsd", "tokens")],
+)
 def test_a_student_is_taught_by_teachers_of_its_data_sources(
-    recipe: Any, chatlearn: Any, tmp_path: Path, divergence: str
+    recipe: Any, chatlearn: Any, tmp_path: Path, divergence: str, match: str
 ) -> None:
-    """Two teachers with weights of their own; rows of a third source are left out and counted."""
-    from chatlearn_hf.tiny import build_tiny_model
+    """Two teachers with weights of their own, by text one with another vocabulary; rows of a third source are left out
+    and counted.
+    """
+    from chatlearn_hf.tiny import build_character_tokenizer, build_tiny_model
 
-    teacher = build_tiny_model(tmp_path / "teacher", hidden=32, intermediate=64, seed=7)
+    tokenizer = build_character_tokenizer() if match == "text" else None
+    teacher = build_tiny_model(tmp_path / "teacher", hidden=32, intermediate=64, seed=7, tokenizer=tokenizer)
     data = tmp_path / "sources.jsonl"
     sources = ["maths", "code", "poems", "maths"] * 2
     rows = [{"prompt": f"say {i}", "data_source": source, "answer": "x"} for i, source in enumerate(sources)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe.content["data"]["train"] = [{"path": str(data), "format": "prompt"}]
     options = {"teachers": {"maths": ["maths"], "code": ["code"]}, "divergence": divergence, "top_k": 8}
+    options["match"] = match
     recipe.content["algorithm"] = {"name": "distillation", "options": options}
     recipe.content["roles"] = {
         "trainer": TRAINER,
@@ -228,6 +270,12 @@ def test_a_student_is_taught_by_teachers_of_its_data_sources(
     finished = chatlearn("run", recipe.file)
     assert finished.code == 0, finished.output
     steps = lines(recipe.run_dir)
+    if match == "text":
+        # A random student samples control tokens and bytes that are no text: in part of its tokens nothing is shared.
+        assert all(0 < line["distillation/unmatched_tokens"] < 1 for line in steps)
+        assert all(line["samples/trained"] + line["samples/excluded"] == 8 for line in steps)
+        assert all(line["policy/grad_norm"] > 0 for line in steps)
+        return
     assert [line["samples/trained"] for line in steps] == [6] * 4
     assert [line["samples/excluded"] for line in steps] == [2] * 4
     name = "distillation/reverse_kl" if divergence == "sampled_reverse_kl" else "policy/divergence"

@@ -25,12 +25,23 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "cispo": {},
     "rloo": {},
     "reinforce_pp": {},
+    "gdpo": {"rewards": {"right": 1.0, "short": 0.5}},
+    "reinforce_pp_baseline": {},
+    "maxrl": {},
     "ppo": {"whiten_advantages": True},
+    "decoupled_ppo": {},
     "dpo": {},
     "ipo": {},
     "kto": {},
+    "simpo": {},
+    "orpo": {},
+    "reward_model": {"margin_coef": 0.5, "centring_coef": 0.01},
+    "distillation": {"divergence": "reverse_kl", "top_k": 4},
+    "rejection_sampling": {"group_size": 4, "keep": 3},
+    "sft": {},
 }
-ROLES = dict.fromkeys(("trainer", "reference", "critic"), "trainer") | {
+TOP_K = 4
+ROLES = dict.fromkeys(("trainer", "reference", "critic", "teacher"), "trainer") | {
     "generator": "generator",
     "reward": "reward",
 }
@@ -49,8 +60,12 @@ def scored(grouped: TrainBatch) -> TrainBatch:
         for name in ("trainer_logprobs", "reference_logprobs", "generator_logprobs")
     }
     values = {"critic_values": torch.randn(grouped.num_tokens, generator=random)}
+    likely = torch.rand(grouped.num_tokens, TOP_K, generator=random).argsort(-1) + 30
+    shares = torch.rand(grouped.num_tokens, TOP_K, generator=random) / TOP_K
+    values |= {"teacher_topk_ids": likely, "teacher_topk_logprobs": shares.log()}
     rewards = torch.rand(12, generator=random, dtype=torch.float64)
     data = {"reward": rewards, "rank": rewards, "label": (rewards > 0.5).double()}
+    data |= {f"reward/{name}": torch.rand(12, generator=random, dtype=torch.float64) for name in ("right", "short")}
     for role in ("trainer", "reference"):  # of the mismatched completions of KTO
         data[f"{role}_mismatched_logprobs"] = LIKELY * torch.rand(12, generator=random, dtype=torch.float64)
     return replace(grouped, unit_index=grouped.group_index, token_data=near | values, sequence_data=data)
@@ -76,21 +91,26 @@ def answers(
     for name, options in ALGORITHMS.items():
         algorithm, batch = build(chatlearn_registry, name, options), scored(grouped_sequences)
         derived = algorithm.advantages(batch, 1)
-        assert not derived.exclusions
+        kept = [index for index, sample in enumerate(batch.sample_ids) if sample not in derived.exclusions]
+        assert len(kept) == (9 if name == "rejection_sampling" else 12)
         batch = replace(
             batch,
             token_data=batch.token_data | derived.token_data,
             sequence_data=batch.sequence_data | derived.sequence_data,
-        )
+        ).select(kept)
+        one, two = ([[kept.index(i) for i in part if i in kept] for part in layout] for layout in (ONE, TWO))
         for update in algorithm.updates(1):
-            head = "value" if update.role == "critic" else "lm"
+            head = "value" if update.role == "critic" else "reward" if name == "reward_model" else "lm"
             job = {"model": model, "head": head, "loss": update.loss, "batch": update.loss.prepare(batch)}
-            jobs[f"{name}-{update.role}-one"] = job | {"slices": ONE}
-            jobs[f"{name}-{update.role}-two"] = job | {"slices": TWO, "options": {"max_tokens_per_micro_batch": 100}}
+            jobs[f"{name}-{update.role}-one"] = job | {"slices": one}
+            jobs[f"{name}-{update.role}-two"] = job | {"slices": two, "options": {"max_tokens_per_micro_batch": 100}}
     return run_jobs(jobs, grouped_sequences, root / "answers")
 
 
-@pytest.mark.parametrize(("name", "role"), [*((name, "trainer") for name in ALGORITHMS), ("ppo", "critic")])
+CRITICS = [(name, "critic") for name in ("ppo", "decoupled_ppo")]
+
+
+@pytest.mark.parametrize(("name", "role"), [*((name, "trainer") for name in ALGORITHMS), *CRITICS])
 def test_two_ranks_take_the_step_of_one(answers: Any, name: str, role: str) -> None:
     [one], two = answers[f"{name}-{role}-one"], answers[f"{name}-{role}-two"]
     assert one["metrics"]["grad_norm"] > 0

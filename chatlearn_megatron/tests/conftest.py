@@ -123,9 +123,10 @@ def _run_jobs(
 ) -> dict[str, list[dict[str, Any]]]:
     """Start as many rank processes as the largest job needs and let them do all jobs; answers of every rank, by job.
 
-    See ``rank_process.do_job`` for the keys of a job.
+    See ``megatron_rank_process.do_job`` for the keys of a job.
     """
-    defaults = {"head": "lm", "world": 1, "updates": 1, "options": {}, "load": None, "save": None, "take": None}
+    defaults: dict[str, Any] = {"head": "lm", "world": 1, "updates": 1, "more": 0, "options": {}, "engine": {}}
+    defaults |= dict.fromkeys(("load", "save", "export", "take"))
     complete = {name: defaults | dict(job) for name, job in jobs.items()}
     for name, job in complete.items():
         job["rendezvous"] = f"file://{directory / name}.rendezvous" if job["world"] > 1 else None

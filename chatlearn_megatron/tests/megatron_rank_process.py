@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from chatlearn_core.protocols import LossOutput, ModelSource, RoleContext
-from chatlearn_core.types import OutputRequest, Outputs, TrainBatch, WeightShard
+from chatlearn_core.types import Box, OutputRequest, Outputs, TrainBatch, WeightShard
+from chatlearn_hf.meta_start import CheckpointFiles
 from chatlearn_megatron.options import MegatronOptions
 from chatlearn_megatron.trainer import MegatronTrainer
 
@@ -48,11 +49,43 @@ class HeadLoss:
         return LossOutput(((outputs["scores"] - batch.sequence_data["target"]) ** 2).sum())
 
 
+class _Reading:
+    """Counts the elements that this process reads from model directories."""
+
+    elements = 0
+
+
+def _count_reads() -> None:
+    box = CheckpointFiles.box
+
+    def counted(files: CheckpointFiles, name: str, wanted: Box) -> torch.Tensor:
+        part = box(files, name, wanted)
+        _Reading.elements += part.numel()
+        return part
+
+    CheckpointFiles.box = counted  # type: ignore[method-assign]  # this process is the test's
+
+
+def _count_forced_gathers(trainer: MegatronTrainer) -> list[Any]:
+    """Return a list that grows whenever all weights of a chunk are gathered at once."""
+    forced: list[Any] = []
+    for replica in trainer._replicas:
+        gather = replica.start_param_sync
+
+        def counted(*rest: Any, force_sync: bool = False, gather: Any = gather, **named: Any) -> None:
+            forced.extend([None] * force_sync)
+            gather(*rest, force_sync=force_sync, **named)
+
+        replica.start_param_sync = counted
+    return forced
+
+
 def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
     """Do what the job says, and return what the rank saw.
 
-    Keys: ``model``, ``head``, ``world``, ``options``, ``updates``; ``load`` and ``save``: directories of checkpoints;
-    ``take``: file of another trainer's stream of boxes, which this one follows at the end.
+    Keys: ``model``, ``head``, ``world``, ``options``, ``engine``, ``updates``; ``load`` and ``save``: directories of
+    checkpoints, ``more``: updates after saving; ``export``: a model directory to write; ``take``: file of another
+    trainer's stream of boxes, which this one follows at the end.
     """
     context = RoleContext(
         "trainer",
@@ -61,25 +94,40 @@ def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
         world_size=job["world"],
         trainable=True,
         rendezvous=job["rendezvous"],
+        engine_arguments=job["engine"],
     )
     options = {"learning_rate": 1.0, "optimizer": "sgd", "grad_clip": None, "max_tokens_per_micro_batch": 60}
     trainer = MegatronTrainer(MegatronOptions(**(options | job["options"])), context)
+    _Reading.elements = 0
     trainer.setup()
+    read, held = _Reading.elements, [parameter.numel() for parameter in trainer._ready().parameters()]
     if job["load"]:
         trainer.load(Path(job["load"]))
     count = trainer.data_parallel_size
     own = list(range(trainer.data_parallel_rank, batch.num_sequences, count))
     mine = batch.select(own)
-    answer: dict[str, Any] = {"own": own, "before": _full(trainer)}
+    answer: dict[str, Any] = {"own": own, "before": _full(trainer), "read": read, "held": sum(held)}
     request = OutputRequest(frozenset(REQUESTS[job["head"]]), TEMPERATURE, {"k": 3, "ids": "chosen"})
     answer["computed"] = trainer.compute(mine, request)
+    forced = _count_forced_gathers(trainer)
     answer["metrics"] = [
         {name: metric.total for name, metric in trainer.update(mine, HeadLoss(job["head"])).items()}
         for _ in range(job["updates"])
     ]
+    answer["forced_gathers"] = len(forced)
+    left = [parameter.detach().clone() for parameter in trainer._ready().parameters()]
     if job["save"]:
         answer["facts"] = trainer.save(Path(job["save"]))
+    for _ in range(job["more"]):
+        trainer.update(mine, HeadLoss(job["head"]))
     answer["after"] = _full(trainer)
+    if not job["more"]:
+        answer["gathered_late"] = sum(
+            not torch.equal(one, other) for one, other in zip(left, trainer._ready().parameters(), strict=True)
+        )
+    answer["master_dtypes"] = {tensor.dtype for tensor in trainer._all_tensors("optimizer") if tensor.dim()}
+    if job["export"]:
+        trainer.export_model(Path(job["export"]))
     answer["boxes"] = [
         (shard.name, shard.global_shape, shard.box, shard.owner_rank, shard.tensor.clone())
         for shard in trainer.weights("boxes")
@@ -111,6 +159,7 @@ def _full(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
 def main(number: str, folder: str) -> None:
     """The program of rank ``number``."""
     warnings.filterwarnings("ignore")
+    _count_reads()
     rank, directory = int(number), Path(folder)
     torch.set_num_threads(1)
     work = torch.load(directory / "work.pt", weights_only=False)

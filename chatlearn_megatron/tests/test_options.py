@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from chatlearn_core.exceptions import ConfigError, ModelError
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_hf.tiny import build_tiny_model
-from chatlearn_megatron.engine_arguments import check_engine_arguments
+from chatlearn_megatron.engine_arguments import (
+    DDP,
+    MODEL,
+    OPTIMIZER,
+    RECORDED_VERSION,
+    check_engine_arguments,
+    engine_problems,
+)
+from chatlearn_megatron.layouts import (
+    OPTIONS,
+    ModelSizes,
+    layout_of,
+    layout_problems,
+    nearest_layouts,
+    refusal,
+    sizes_of_arguments,
+    sizes_of_config,
+)
 from chatlearn_megatron.options import MegatronOptions
 
 
@@ -36,38 +58,154 @@ def test_sizes_that_do_not_divide_the_ranks() -> None:
 
 
 def test_engine_arguments() -> None:
-    check_engine_arguments("trainer", {"attention_softmax_in_fp32": True}, {"attention_softmax_in_fp32"})
-    with pytest.raises(ConfigError, match=r"hidden_size: owned by the backend; the model's config.json sets it"):
-        check_engine_arguments("trainer", {"hidden_size": 3})
-    with pytest.raises(ConfigError, match="moe_z_loss_coef: unknown; did you mean 'moe_z_loss_coeff'"):
-        check_engine_arguments("trainer", {"moe_z_loss_coef": 0.1}, {"moe_z_loss_coeff"})
+    check_engine_arguments("trainer", {"moe_expert_capacity_factor": 2.0, "ddp": {"bucket_size": 1000}})
+    problems = engine_problems(
+        {
+            "hidden_size": 3,
+            "moe_expert_capacity_facto": 0.1,
+            "attention_dropout": 0.1,
+            "cp_comm_type": "p2p",
+            "apply_rope_fusion": True,
+            "optimizer": {"lr": 0.1, "decoupled_weight_decay": False},
+            "ddp": 3,
+        }
+    )
+    assert problems["hidden_size"] == "owned by the backend; the model's config.json sets it"
+    assert "did you mean 'moe_expert_capacity_factor'" in problems["moe_expert_capacity_facto"]
+    assert "does not read it" in problems["attention_dropout"]
+    assert problems["optimizer.lr"] == "owned by the backend; set options.learning_rate and the options beside it"
+    assert "must be a mapping of fields of DistributedDataParallelConfig" in problems["ddp"]
+    assert problems.keys() >= {"cp_comm_type", "apply_rope_fusion"}
+    assert len(problems) == 7
+    with pytest.raises(
+        ConfigError, match=r"optimizer.lr: owned .*\n  it passes: .*; optimizer: decoupled_weight_decay"
+    ):
+        check_engine_arguments("trainer", {"optimizer": {"lr": 0.1}})
 
 
 @pytest.mark.engine
+def test_every_field_of_megatron_core_is_passed_or_refused() -> None:
+    """The record is that of the installed version, so that no argument is unknown to the plan alone."""
+    import dataclasses
+    from importlib.metadata import version
+
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    assert version("megatron-core") == RECORDED_VERSION
+    for section, config in (
+        (MODEL, MLATransformerConfig),
+        (OPTIMIZER, OptimizerConfig),
+        (DDP, DistributedDataParallelConfig),
+    ):
+        assert {*section.passed, *section.refused} == {field.name for field in dataclasses.fields(config)}
+        assert not {*section.passed} & section.refused.keys()
+
+
+@pytest.mark.engine
+def test_the_cpu_layer_refuses_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chatlearn_core.exceptions import BackendError
+    from chatlearn_megatron import cpu_compatibility
+
+    monkeypatch.setattr(cpu_compatibility, "version", lambda name: "0.17.0")
+    monkeypatch.setattr(cpu_compatibility, "_MODULES", ("nothing.is_imported",))
+    with pytest.raises(BackendError, match=r"megatron-core 0\.17\.0 is installed.*pip install megatron-core==0\.16\.1"):
+        cpu_compatibility.install()
+
+
+DENSE = ModelSizes(query_heads=4, key_heads=2, layers=4, vocabulary=300, widths={"MLP width": 96})
+MIXTURE = ModelSizes(4, 2, 6, 300, {"MLP width": 96}, experts=8, expert_width=24)
+
+
 @pytest.mark.parametrize(
-    ("family", "options", "message"),
+    ("sizes", "ranks", "options", "message"),
     [
         (
-            "qwen3",
-            {"tensor_parallel": 3},
-            r"(?s)divide the model's 4 query heads; it may be 1, 2, 4.*2 key-value heads",
+            DENSE,
+            4,
+            {"tensor_parallel": 4},
+            r"(?s)tensor_parallel 4 does not divide the model's 2 key-value heads; it may be 1, 2\n"
+            r"nearest layouts of 4 ranks that fit: \{tensor_parallel: 2\}; .*; ",
         ),
-        ("qwen3", {"expert_parallel": 2}, "the model has no experts"),
-        ("qwen3_moe", {"tensor_parallel": 2}, "with experts needs sequence_parallel: true"),
-        ("qwen3", {"pipeline_parallel": 3}, "does not divide the model's 2 layers; it may be 1, 2"),
+        (DENSE, 2, {"expert_parallel": 2}, "the model has no experts"),
+        (
+            MIXTURE,
+            2,
+            {"tensor_parallel": 2},
+            "(?s)with experts needs .* fit: {tensor_parallel: 2, sequence_parallel: true}",
+        ),
+        (
+            DENSE,
+            6,
+            {"pipeline_parallel": 3},
+            "(?s)3 does not divide the model's 4 layers; it may be 1, 2, 4.*6 ranks that fit: {pipeline_parallel: 2}; ",
+        ),
+        (
+            MIXTURE,
+            8,
+            {"pipeline_parallel": 2, "virtual_pipeline": 2},
+            "(?s)4 does not divide the model's 6 layers.*al_pipeline: 3",
+        ),
     ],
 )
 def test_layouts_that_do_not_divide_the_model(
-    family: str, options: dict[str, int], message: str, tmp_path: Path
+    sizes: ModelSizes, ranks: int, options: dict[str, int], message: str
 ) -> None:
-    from chatlearn_hf.model_directory import load_config
-    from chatlearn_megatron.families import family_of
-    from chatlearn_megatron.model import check_sizes
+    assert re.search(message, "\n".join(refusal(sizes, MegatronOptions(**options), ranks)))  # type: ignore[arg-type]
 
-    config = load_config(str(build_tiny_model(tmp_path, family)))  # type: ignore[arg-type]
-    arguments = family_of(config, str(tmp_path)).arguments(config)
-    with pytest.raises(ModelError, match=message):
-        check_sizes(arguments, config.vocab_size, MegatronOptions(**options), str(tmp_path))  # type: ignore[arg-type]
+
+@given(
+    st.builds(
+        ModelSizes,
+        query_heads=st.sampled_from([4, 6, 8]),
+        key_heads=st.sampled_from([1, 2]),
+        layers=st.sampled_from([2, 6]),
+        vocabulary=st.just(300),
+        experts=st.sampled_from([0, 4]),
+        expert_width=st.just(24),
+    ),
+    st.sampled_from([1, 4, 6, 8]),
+    st.tuples(*[st.integers(1, 4)] * 5),
+)
+def test_the_nearest_layouts_are_those_that_the_options_take(
+    sizes: ModelSizes, ranks: int, wanted: tuple[int, int, int, int, int]
+) -> None:
+    """Against a loop over all sizes, with the options' own checks."""
+
+    def change(layout: tuple[int, ...]) -> float:
+        return sum(abs(math.log2(new / old)) for new, old in zip(layout, target, strict=True))
+
+    target = (*wanted, wanted[0])
+    fitting = []
+    for layout in itertools.product(range(1, ranks + 1), range(1, ranks + 1), (1, 2, 3, 6), *[range(1, ranks + 1)] * 2):
+        for etp in range(1, layout[0] + 1) if sizes.experts else [layout[0]]:
+            named = dict(zip(OPTIONS, (*layout, etp), strict=True)) | {"sequence_parallel": layout[0] > 1}
+            if math.prod(layout[:2]) * layout[3] > ranks or math.prod((layout[1], layout[4], etp)) > ranks:
+                continue
+            try:
+                options = MegatronOptions.model_validate(named, context={"ranks": ranks})
+            except ValidationError:
+                continue
+            if not layout_problems(sizes, layout_of(options), options.sequence_parallel):
+                fitting.append(layout_of(options))
+    found = nearest_layouts(sizes, target, ranks)
+    assert set(found) <= set(fitting)
+    assert [round(change(one), 5) for one in found] == sorted(round(change(one), 5) for one in fitting)[:3]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "gpt2", "deepseek_v3", "mistral"])
+def test_the_plan_sees_the_sizes_that_the_run_has(family: str) -> None:
+    from transformers import AutoConfig
+
+    from chatlearn_megatron.families import family_of
+
+    config = AutoConfig.for_model(family)
+    assert sizes_of_config(config.to_dict()) == sizes_of_arguments(
+        family_of(config, "model").arguments(config), config.vocab_size
+    )
+    assert sizes_of_config({"model_type": "acme", "vocab_size": 3}) is None
 
 
 @pytest.mark.engine

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from chatlearn_core.types import TrainBatch
@@ -56,14 +57,24 @@ def answers(
     run_jobs: Callable[..., Any],
     model_of: Callable[[str], str],
     batch: TrainBatch,
-    tmp_path_factory: pytest.TempPathFactory,
+    exports: Path,
 ) -> Any:
     jobs: dict[str, Any] = {
         _name(case): {"model": model_of(case[0]), "world": case[1], "options": case[2]} for case in CASES
     }
     for head in ("value", "reward"):
         jobs[head] = {"model": model_of("qwen3"), "world": 2, "options": {TP: 2, SP: True}, "head": head}
-    return run_jobs(jobs, batch, tmp_path_factory.mktemp("parity") / "jobs")
+    for name, job in jobs.items():
+        job["export"] = str(exports / name)
+    # An update with most tokens dropped by full experts.
+    jobs["capacity"] = {"model": model_of("qwen3_moe"), "engine": {"moe_expert_capacity_factor": 0.1}}
+    return run_jobs(jobs, batch, exports / "jobs")
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each job exports its model, under its name."""
+    return tmp_path_factory.mktemp("parity")
 
 
 def _loss(head: str, outputs: dict[str, torch.Tensor], batch: TrainBatch) -> torch.Tensor:
@@ -108,10 +119,28 @@ def plain(path: str, head: str, batch: TrainBatch) -> tuple[dict[str, torch.Tens
         for buffer in model.buffers():
             buffer.zero_()  # an update does not move it
     gradients = {name: tensor.clone() for name, tensor in checkpoint_tensors(model, layout)}
-    return {name: value.detach() for name, value in joined.items()}, float(total), gradients
+    return {name: value.detach() for name, value in joined.items()}, float(total.detach()), gradients
 
 
-def check(answer: list[dict[str, Any]], path: str, head: str, batch: TrainBatch) -> None:
+def files_of(directory: Path | str) -> dict[str, torch.Tensor]:
+    """The tensors of a model directory by name."""
+    found: dict[str, torch.Tensor] = {}
+    for file in Path(directory).glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def check(answer: list[dict[str, Any]], path: str, head: str, batch: TrainBatch, exported: Path) -> None:
+    files = files_of(path)
+    for rank in answer:
+        assert set(rank["before"]) - {"score.weight", "score.bias"} <= set(files) <= {*rank["before"], "lm_head.weight"}
+        for name, tensor in rank["before"].items():
+            assert name not in files or torch.equal(tensor, files[name]), f"{name} is not what was read"
+        # Rows that pad the vocabulary and a new head are held and not read; a bias of experts is read into a buffer.
+        assert rank["held"] - 2 * 64 <= rank["read"] <= rank["held"] + 4 * 8, "a rank reads what it holds"
+    written = files_of(exported)
+    assert set(written) == set(answer[0]["after"])
+    assert all(torch.equal(tensor, answer[0]["after"][name]) for name, tensor in written.items())
     outputs, loss, gradients = plain(path, head, batch)
     bounds = batch.cu_seqlens.tolist()
     for rank in answer:
@@ -144,18 +173,46 @@ def check(answer: list[dict[str, Any]], path: str, head: str, batch: TrainBatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=_name)
 def test_a_layout_equals_plain_transformers(
-    case: tuple[str, int, dict[str, Any]], answers: Any, model_of: Callable[[str], str], batch: TrainBatch
+    case: tuple[str, int, dict[str, Any]],
+    answers: Any,
+    model_of: Callable[[str], str],
+    batch: TrainBatch,
+    exports: Path,
 ) -> None:
-    check(answers[_name(case)], model_of(case[0]), "lm", batch)
+    check(answers[_name(case)], model_of(case[0]), "lm", batch, exports / _name(case))
 
 
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["value", "reward"])
 def test_heads_equal_plain_transformers(
-    head: str, answers: Any, model_of: Callable[[str], str], batch: TrainBatch
+    head: str, answers: Any, model_of: Callable[[str], str], batch: TrainBatch, exports: Path
 ) -> None:
-    check(answers[head], model_of("qwen3"), head, batch)
+    check(answers[head], model_of("qwen3"), head, batch, exports / head)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_native_argument_has_an_effect(answers: Any) -> None:
+    """Experts of small capacity drop tokens, which changes their logprobs."""
+    [whole, dropping] = (
+        answers[name][0]["computed"]["logprobs"] for name in ("qwen3_moe-2-expert_parallel2", "capacity")
+    )
+    assert float((whole - dropping[: len(whole)]).abs().max()) > 1e-2
+
+
+ADAM = {"optimizer": "adamw", "learning_rate": 1e-3}
+SAVED: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "data": (2, {}),
+    "split": (2, {TP: 2, SP: True}),
+    "stages": (2, {PP: 2, "virtual_pipeline": 2}),
+    "experts": (2, {EP: 2}),
+}
+RESHARDED = [
+    ("one", "data"), ("data", "one"), ("data", "stages"), ("stages", "split"), ("split", "data"), ("one", "experts"),
+    ("experts", "split"),
+]  # fmt: skip
 
 
 @pytest.mark.engine
@@ -164,30 +221,76 @@ def test_checkpoints_resume_in_other_layouts(
     run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
 ) -> None:
     """Two updates, a checkpoint and a third update give the same weights in every layout; bit for bit in the same."""
-    path, adam = model_of("deepseek_v3"), {"optimizer": "adamw", "learning_rate": 1e-3}
-    layouts = {"one": (1, {}), "split": (2, {TP: 2, SP: True}), "stages": (2, {PP: 2, "virtual_pipeline": 2})}
-    first = {
-        name: {"model": path, "world": world, "options": adam | options, "updates": 2, "save": str(tmp_path / name)}
-        for name, (world, options) in layouts.items()
-    }
-    straight = {"model": path, "options": adam, "updates": 3}
-    resumed = {
-        f"{saved}-{name}": {
-            "model": path, "world": world, "options": adam | options, "load": str(tmp_path / saved),
-        }
-        for saved in layouts
-        for name, (world, options) in layouts.items()
-    }  # fmt: skip
-    found = run_jobs(first | {"straight": straight} | resumed, batch, tmp_path / "jobs")
-    start, expected = found["straight"][0]["before"], found["straight"][0]["after"]
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found["one-one"][0]["after"].items())
-    for saved in layouts:
-        for name in layouts:
-            for tensor_name, tensor in found[f"{saved}-{name}"][0]["after"].items():
+    path = model_of("deepseek_v3")
+
+    def job(name: str, **keys: Any) -> dict[str, Any]:
+        return {"model": path, "world": SAVED[name][0], "options": ADAM | SAVED[name][1], **keys}
+
+    jobs = {name: job(name, updates=2, save=str(tmp_path / name), more=1) for name in SAVED}
+    pairs = [*((name, name) for name in SAVED), *RESHARDED]
+    jobs |= {f"{saved}-{name}": job(name, load=str(tmp_path / saved)) for saved, name in pairs}
+    found = run_jobs(jobs, batch, tmp_path / "jobs")
+    start, expected = found["one"][0]["before"], found["one"][0]["after"]
+    assert not torch.equal(start["model.norm.weight"], expected["model.norm.weight"])
+    for saved, name in pairs:
+        for rank in found[f"{saved}-{name}"]:
+            for tensor_name, tensor in rank["after"].items():
+                if saved == name:
+                    same = found[name][0]["after"][tensor_name]
+                    assert torch.equal(tensor, same), (
+                        f"{name}: {tensor_name} is not bit for bit what it would have been"
+                    )
                 # Adam divides by the root of tiny second moments, which magnifies rounding in the last bit of a few.
                 moved = float((expected[tensor_name] - start[tensor_name]).norm())
                 apart = float((tensor - expected[tensor_name]).norm())
                 assert apart <= 0.01 * moved, f"{saved} resumed as {name}: {tensor_name} is {apart:.1e} off {moved:.1e}"
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_weights_are_gathered_while_the_next_forward_pass_computes(
+    run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
+) -> None:
+    """Buckets of a few matrices each; the untied head is one of its own."""
+    made = {"model": model_of("llama"), "world": 2, "updates": 2, "options": ADAM}
+    late = {"options": ADAM | {"overlap": True}, "engine": {"ddp": {"bucket_size": 5000}}}
+    found = run_jobs({"at once": made, "late": made | late}, batch, tmp_path / "jobs")
+    for at_once, rank in zip(found["at once"], found["late"], strict=True):
+        assert at_once["gathered_late"] == 0
+        assert rank["gathered_late"] > 10, "a step leaves the other rank's shards to the next forward pass"
+        assert rank["forced_gathers"] == 0, "nothing waits for all weights before a forward pass"
+        for name, tensor in at_once["after"].items():
+            assert torch.equal(rank["after"][name], tensor), name
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_bfloat16_computes_with_copies_of_float32_weights(
+    run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
+) -> None:
+    half = ADAM | {"param_dtype": "bfloat16"}
+    layouts: dict[str, tuple[str, int, dict[str, Any]]] = {
+        "one": ("qwen3", 1, {}),
+        "split": ("qwen3", 2, {TP: 2, SP: True}),
+        "experts": ("qwen3_moe", 2, {EP: 2}),
+    }
+    jobs: dict[str, Any] = {}
+    for name, (family, world, options) in layouts.items():
+        common = {"model": model_of(family), "world": world, "options": half | options}
+        jobs[name] = common | {"updates": 2, "save": str(tmp_path / name), "more": 1}
+        jobs[f"{name}-resumed"] = common | {"load": str(tmp_path / name)}
+    found = run_jobs(jobs, batch, tmp_path / "jobs")
+    for name, (family, _, _) in layouts.items():
+        gradients = plain(model_of(family), "lm", batch)[2]
+        exact = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in gradients.values()))
+        [norm] = [rank["metrics"][0]["grad_norm"] for rank in found[name] if "grad_norm" in rank["metrics"][0]]
+        assert norm == pytest.approx(exact, rel=0.05)
+        assert norm != pytest.approx(exact, rel=1e-5), "in float32 it would be equal"
+        for rank, resumed in zip(found[name], found[f"{name}-resumed"], strict=True):
+            assert {tensor.dtype for tensor in rank["after"].values()} == {torch.bfloat16}
+            assert rank["master_dtypes"] == {torch.float32}
+            for tensor_name, tensor in rank["after"].items():
+                assert torch.equal(resumed["after"][tensor_name], tensor), tensor_name
 
 
 @pytest.mark.engine

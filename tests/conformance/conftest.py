@@ -11,6 +11,7 @@ NAMES = (
     "algorithm_mutants",
     "conformance_mutants",
     "dataset_mutants",
+    "environment_mutants",
     "generator_mutants",
     "logger_mutants",
     "reward_mutants",

@@ -7,6 +7,7 @@ from typing import Any
 
 import algorithm_mutants
 import dataset_mutants
+import environment_mutants
 import logger_mutants
 import pytest
 import sampler_mutants
@@ -91,7 +92,12 @@ def test_the_original_passes(
 
 
 def test_every_suite_has_mutants() -> None:
-    of_templates = (*dataset_mutants.MUTANTS, *logger_mutants.MUTANTS, *sampler_mutants.MUTANTS)
+    of_templates = (
+        *dataset_mutants.MUTANTS,
+        *environment_mutants.MUTANTS,
+        *logger_mutants.MUTANTS,
+        *sampler_mutants.MUTANTS,
+    )
     kinds = {mutant.kind for mutant in (*MUTANTS, *of_templates)}
     kinds |= {"algorithm"} if algorithm_mutants.MUTANTS else set()
     assert kinds == set(SUITES)

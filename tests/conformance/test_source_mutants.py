@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import dataset_mutants
+import environment_mutants
 import generator_mutants
 import logger_mutants
 import numpy as np
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.slow
 TEMPLATES = Path(chatlearn_testing.__file__).parent / "template"
 MUTANTS = (
     *dataset_mutants.MUTANTS,
+    *environment_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
@@ -43,9 +45,19 @@ MUTANTS = (
     *trainer_mutants.MUTANTS,
     *weight_sync_mutants.MUTANTS,
 )
-KINDS: tuple[Kind, ...] = ("dataset", "generator", "logger", "reward", "sampler", "trainer", "weight_sync")
-SAMPLED_KINDS: frozenset[Kind] = frozenset({"dataset", "generator", "logger", "sampler"})
+KINDS: tuple[Kind, ...] = (
+    "dataset",
+    "environment",
+    "generator",
+    "logger",
+    "reward",
+    "sampler",
+    "trainer",
+    "weight_sync",
+)
+SAMPLED_KINDS: frozenset[Kind] = frozenset({"dataset", "environment", "generator", "logger", "sampler"})
 HOOKS = {
+    "environment": "chatlearn_environments",
     "dataset": "chatlearn_datasets",
     "logger": "chatlearn_loggers",
     "generator": "chatlearn_generators",

@@ -276,8 +276,11 @@ class Stand:
         assert isinstance(generator, GeneratorSpec)
         record = self.registry.select("trainer", trainer.backend)
         assert isinstance(record, TrainerSpec)
-        way = shared_way(record, generator, transport, payload=self.bench.payload)
+        options = self.registry.load_options(record)(**trainer.options)
+        way = shared_way(record, generator, transport, payload=self.bench.payload, options=options)
         assert way is not None
+        parts = trainer in (TENSOR_2, PIPELINE_2, EXPERT_2) and "boxes" in transport.exports
+        assert way[0] == ("boxes" if parts else "full_tensors"), "ranks that hold parts send them as they are"
         return WeightRoute(
             trainer=trainer.role,
             target="generator",

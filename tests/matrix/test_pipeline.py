@@ -198,3 +198,10 @@ def test_stages_and_shards_in_processes_of_their_own(build: Any, tmp_path: Path)
 def test_fsdp_sends_its_shards_as_they_are(build: Any, tmp_path: Path) -> None:
     """Two ranks, each with half of the rows: asked for boxes, it gathers nothing, and the generator is the trainer."""
     check(build("ray", 2, "fsdp"), ["shared_memory", "broadcast", "checkpoint"], tmp_path)
+
+
+@pytest.mark.slow
+def test_megatron_sends_the_parts_of_stages_as_they_are(build: Any, tmp_path: Path) -> None:
+    """Two stages of two tensor parallel ranks: every transport brings their boxes to the generator."""
+    built = build("ray", 4, "megatron", tensor_parallel=2, pipeline_parallel=2)
+    check(built, ["shared_memory", "broadcast", "checkpoint"], tmp_path)

@@ -135,6 +135,7 @@ def make_registry() -> PluginRegistry:
             name="engineless", seeded=True, requires=(("acme-engine>=9",),), own_interpreter=True, **code("Empty")
         ),
         EnvironmentSpec(name="game", **code("Empty")),
+        EnvironmentSpec(name="agent", more_uses=True, **code("Empty")),
         RewardSpec(name="math", **code("Empty")),
         RewardSpec(name="judged", uses={"judge": RoleUse()}, **code("Empty")),
         RewardSpec(name="format", **code("Careless")),

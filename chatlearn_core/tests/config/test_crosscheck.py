@@ -220,6 +220,24 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "    assign a role to each handle, such as uses: {policy: generator}",
         ),
         (
+            ["roles.game={kind: environment, backend: game, uses: {policy: generator, judge: generator}}"],
+            "roles.game.uses: environment 'game' needs roles of kind generator for the handles policy"
+            " (got {'policy': 'generator', 'judge': 'generator'})\n"
+            "    assign a role to each handle, such as uses: {policy: generator}",
+        ),
+        (
+            ["roles.agent={kind: environment, backend: agent, uses: {judge: generator}}"],
+            "roles.agent.uses: environment 'agent' needs roles of kind generator for the handles policy, judge"
+            " (got {'judge': 'generator'})\n"
+            "    assign a role to each handle, such as uses: {policy: generator}",
+        ),
+        (
+            ["roles.agent={kind: environment, backend: agent, uses: {policy: generator, judge: trainer}}"],
+            "roles.agent.uses.judge: environment 'agent' calls it by the handle 'judge', so it must be a generator; it "
+            "is a trainer (got 'trainer')\n"
+            "    name a role of kind generator",
+        ),
+        (
             ["roles.reward={kind: reward, backend: judged, uses: {judge: trainer}}"],
             "roles.reward.uses.judge: reward 'judged' calls it by the handle 'judge', so it must be a generator; it is "
             "a trainer (got 'trainer')\n"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.executor.alarms import EQUAL_REWARDS_STEPS, JUMP_STEPS, MISMATCH_PROB_DIFF, Alarms
+from chatlearn_core.executor.alarms import EQUAL_REWARDS_STEPS, JUMP_STEPS, MISMATCH_PROB_DIFF, TREND_STEPS, Alarms
 from chatlearn_core.executor.step_samples import Experience
 from chatlearn_core.types import UNGRADED, Prompt, RewardResult, Sample
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 def experience(*rewards: float | str | None, step: int = 1) -> Experience:
@@ -142,6 +148,77 @@ def test_the_alarm_says_whether_staleness_grows_or_the_engines_differ() -> None:
     assert engine.startswith("the difference between generator and trainer jumped")
     [only_stale] = alarms.mismatch({"mismatch/stale_prob_diff_mean": 0.2})
     assert "mean probability difference 0.2, median" in only_stale
+
+
+def kl_over(values: Sequence[float], name: str = "mismatch/stale_kl", alarms: Alarms | None = None) -> list[list[str]]:
+    """The sentences of steps with these values."""
+    alarms = alarms or Alarms()
+    return [alarms.mismatch({name: value}) for value in values]
+
+
+def noisy(values: Sequence[float]) -> list[float]:
+    """Each value times a factor between 0.7 and 1.3."""
+    factors = np.random.Generator(np.random.Philox(3)).uniform(0.7, 1.3, len(values))
+    return [value * factor for value, factor in zip(values, factors, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning"),
+    [
+        ("mismatch/stale_kl", "tokens of older weights move away from the policy: KL from "),
+        (
+            "mismatch/kl",
+            "the difference between generator and trainer grows: KL of tokens of the current weights from ",
+        ),
+    ],
+)
+def test_what_grows_slowly_is_told_once_in_a_while_and_says_which(name: str, beginning: str) -> None:
+    grows = noisy([0.0005 * 1.1**step for step in range(2 * TREND_STEPS)])
+    told = [step for step, sentences in enumerate(kl_over(grows, name), 1) if sentences]
+    assert told == [TREND_STEPS, 2 * TREND_STEPS]
+    [sentence] = kl_over(grows[:TREND_STEPS], name)[-1]
+    assert sentence.startswith(beginning)
+    assert f"nats in {TREND_STEPS} steps" in sentence
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(noisy([0.01] * 100), id="noise"),
+        pytest.param([1e-7 * 1.1**step for step in range(60)], id="rounding"),
+        pytest.param(noisy([min(step, 8) * 0.002 for step in range(1, 100)]), id="staleness at the start"),
+        pytest.param(noisy([0.02 * 0.9**step for step in range(60)]), id="falls"),
+    ],
+)
+def test_what_does_not_grow_is_not_told(values: list[float]) -> None:
+    assert kl_over(values) == [[]] * len(values)
+
+
+def test_stale_tokens_have_a_bound() -> None:
+    """The mean KL of the recorded runs of ``benchmarks/async_learning.py``: only those that lose accuracy are told."""
+    runs = json.loads((BENCHMARKS / "results" / "async_learning.json").read_text())["runs"]
+    told = {name: [bool(kl_over([one["stale_kl"]])[0]) for one in of_seeds] for name, of_seeds in runs.items()}
+    assert {name for name, of_seeds in told.items() if all(of_seeds)} == {
+        "staleness 4, uncorrected",
+        "staleness 8, corrected",
+        "staleness 8, uncorrected",
+    }
+    assert {name for name, of_seeds in told.items() if not any(of_seeds)} == runs.keys() - {
+        name for name, of_seeds in told.items() if all(of_seeds)
+    }
+
+
+def test_a_run_that_resumes_remembers_earlier_steps() -> None:
+    """Of differences and of rewards that are equal."""
+    alarms, resumed = Alarms(), Alarms()
+    for _ in range(EQUAL_REWARDS_STEPS - 1):
+        alarms.check(experience(0.0, 0.0), {})
+    for _ in range(JUMP_STEPS[0]):
+        alarms.mismatch({"mismatch/prob_diff_mean": 0.002, "mismatch/stale_kl": 0.01})
+    resumed.load_state_dict(json.loads(json.dumps(alarms.state_dict())))
+    told = resumed.check(experience(0.0, 0.0), {"mismatch/prob_diff_mean": 0.012})
+    assert len(told) == 2
+    assert resumed.state_dict()["earlier"]["mismatch/stale_kl"] == [0.01] * JUMP_STEPS[0]
 
 
 def test_a_step_whose_samples_all_failed_stops_the_run() -> None:

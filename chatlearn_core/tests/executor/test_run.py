@@ -28,7 +28,6 @@ from chatlearn_core.exceptions import (
     TrainerLostError,
     WorkerPlace,
 )
-from chatlearn_core.executor.alarms import Alarms
 from chatlearn_core.executor.checkpoint import SEAL
 from chatlearn_core.executor.learning_plan import learning_plan
 from chatlearn_core.executor.phases import Phase
@@ -541,19 +540,20 @@ async def test_a_checkpoint_of_another_directory_is_what_recovery_goes_back_to(t
 
 async def test_recovery_forgets_what_the_lost_steps_said(training: Training) -> None:
     trained = training("a", {4: lost()})
-    seen: list[tuple[Alarms, dict[str, float]]] = []
+    seen: list[dict[str, float]] = []
     recover = trained.runtime.recover
 
     async def watched(error: TrainerLostError) -> None:
-        seen.append((trained.run.state.alarms, trained.run.state.line))
+        trained.run.state.alarms.mismatch({"mismatch/kl": 0.5})  # of the lost step
+        seen.append(trained.run.state.line)
         await recover(error)
 
     load = ListTrainer.load
 
     async def checked(self: ListTrainer, directory: Path) -> None:
-        [(alarms, line)] = seen
+        [line] = seen
         assert line, "step 3 had a line"
-        assert trained.run.state.alarms is not alarms
+        assert trained.run.state.alarms.state_dict()["earlier"] == {}
         assert trained.run.state.line == {}
         await load(self, directory)
 

@@ -19,6 +19,8 @@ from chatlearn_core.exceptions import BackendError
 from chatlearn_core.executor.learning_plan import learning_plan
 from chatlearn_core.executor.progress import RunListener
 from chatlearn_core.executor.run import Run
+from chatlearn_core.executor.sample_metrics import DISCARDED
+from chatlearn_core.executor.step_samples import num_sampled_tokens
 from chatlearn_core.flow import trace
 from chatlearn_core.plugins.observers import Observer, Observers
 from chatlearn_core.plugins.records import RuntimeSpec
@@ -112,6 +114,10 @@ class Engines:
         self.computed: list[tuple[str, ...]] = []
         self.updates: list[tuple[str, ...]] = []
         self.synced: list[int] = []
+        self.held: list[int] = []
+        """Numbers of updates before rebuilds were held."""
+        self.released: list[tuple[int, int]] = []
+        """Numbers of updates before they were released, and the version."""
 
     def trainer(self, role: str) -> Engines:
         return self
@@ -156,6 +162,12 @@ class Engines:
             raise BackendError("the learner is out of memory")
         self.updates.append(batch.sample_ids)
         return {"loss": Metric(0.0, reducer="sum")}
+
+    async def hold_rebuilds(self) -> None:
+        self.held.append(len(self.updates))
+
+    async def release_rebuilds(self, policy_version: int) -> None:
+        self.released.append((len(self.updates), policy_version))
 
     async def sync_weights(self, trainer: str, generator: str, version: int) -> list[SyncReceipt]:
         self.version = version
@@ -348,11 +360,11 @@ async def test_what_a_step_does_not_take_waits_or_is_too_old(max_staleness: int,
         [old] = [s for s in looped.taken if s.id == "p6@0#0"]
         assert old.token_data["generator_logprobs"][-1] == -1.0, "the first weights sampled it"
         assert old.token_data["learner_logprobs"][-1] == -2.0, "logprobs are of the weights that the updates begin with"
-        assert "rollout/discarded_tokens" not in second
+        assert "rollout/discarded_tokens/stale" not in second
     else:
         assert second["rollout/staleness_max"] == 0
         assert second["samples/excluded/stale"] == 8
-        assert second["rollout/discarded_tokens"] > 0
+        assert second["rollout/discarded_tokens/stale"] > 0
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 5])
@@ -375,13 +387,24 @@ async def test_every_admitted_sample_is_trained_as_planned_or_excluded_with_a_re
     assert reasons.total() == totals["samples/excluded"]
     assert reasons["zero_spread"] == sum(reason == "zero_spread" for reason in taken.values())
     assert bool(reasons["stale"]) == (max_staleness == 0)
+    discarded = Counter[str]()
+    for line in looped.lines:
+        discarded.update({k.rpartition("/")[2]: int(v) for k, v in line.items() if k.startswith(f"{DISCARDED}/")})
+    assert discarded.total() == totals[DISCARDED] == sum(line.get(DISCARDED, 0) for line in looped.lines)
+    assert discarded["zero_spread"] == num_sampled_tokens([one for one in looped.taken if one.exclusion is not None])
+    assert discarded.keys() == reasons.keys()
+    assert (looped.lines[-1].get("rollout/buffered_tokens", 0) > 0) == (left > 0)
 
 
 async def test_the_policy_version_counts_syncs_and_not_steps(loop: Loop) -> None:
     """The policy rests in the second step: its weights stay, and nothing is synced."""
     looped = loop(WantsSpread(rests=[2]))
     await looped.run.train()
-    assert looped.engines.synced == [0, 1, 2, 3]
+    engines = looped.engines
+    assert engines.synced == [0, 1, 2, 3]
+    assert [version for _, version in engines.released] == [1, 2, 3]
+    assert engines.held == [0, *(count for count, _ in engines.released[:-1])], "around all updates of a step"
+    assert engines.released[-1][0] == len(engines.updates) > 0
     assert [looped.checkpoint(step)["policy_version"] for step in (1, 2, 3, 4)] == [1, 1, 2, 3]
     assert [line.get("rollout/staleness_max", 0) for line in looped.lines] == [0] * 4
 

@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from chatlearn_core.exceptions import PluginIncompatibleError
-from chatlearn_core.plugins.compatibility import RoleSize, choose_transport, mismatches, share_gpus, shared_way
+from chatlearn_core.plugins.compatibility import (
+    RoleSize,
+    choose_transport,
+    mismatches,
+    share_gpus,
+    shared_exports,
+    shared_way,
+)
 from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec, WeightSyncSpec
 
 
@@ -220,6 +227,22 @@ def test_the_form_of_the_weights(trainer, channels, asked, way) -> None:
     generator = replace(GENERATOR, channels=frozenset(channels))
     assert shared_way(trainer, generator, EITHER, export=asked) == way
     assert (mismatches(trainer, generator, EITHER, "process", export=asked) == []) is (way is not None)
+
+
+@pytest.mark.parametrize(
+    ("options", "placement", "payload", "form"),
+    [
+        ({"stages": 2}, "host", "full", "boxes"),
+        ({"stages": 1}, "host", "full", "full_tensors"),
+        ({"stages": 1, "slices": 2}, "host", "full", "full_tensors"),  # each rank has whole tensors
+        ({"stages": 2}, "hosts", "full", "full_tensors"),
+        ({"stages": 2}, "host", "adapter", "full_tensors"),
+    ],
+)
+def test_boxes_are_preferred_where_ranks_hold_parts(options, placement, payload, form) -> None:
+    trainer = replace(BOTH, parallel={"pp": "stages", "dp": "slices"}, payloads=frozenset({"full", "adapter"}))
+    beside = replace(BESIDE, exports=("full_tensors", "boxes"), channels=("boxes", "tensors"))
+    assert shared_exports(trainer, beside, placement, payload, None, SimpleNamespace(**options))[0] == form
 
 
 def test_a_form_that_was_asked_for_and_is_not_there_is_named() -> None:

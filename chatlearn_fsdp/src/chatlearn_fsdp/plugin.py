@@ -18,6 +18,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
             factory="chatlearn_fsdp.trainer:FSDPTrainer",
             options="chatlearn_fsdp.options:FSDPOptions",
             check_engine="chatlearn_fsdp.engine_arguments:engine_problems",
+            check_model="chatlearn_trainer_kit.ulysses_sizes:check_model",
             requires=(("torch>=2.13,<2.14",), ("transformers>=5.16.1,<5.20",)),
             heads=frozenset({"lm", "value", "reward"}),
             outputs=frozenset(

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
@@ -42,6 +43,9 @@ METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 """Form of Megatron-Core's checkpoints that every layout can read."""
+
+_OF_PARAMETERS = frozenset({"optimizer", "state", "param_groups", "param_state", "fp32_from_fp16_params"})
+"""Keys of an optimizer's state that differ between its parts."""
 
 _UNREADABLE = (
     AttributeError,
@@ -75,8 +79,6 @@ class TrainerState:
             "architecture": self.model.hf.config.model_type,
             "head": self.model.head,
             "parameters": sum(torch.Size(shape).numel() for shape in self.model.shapes.values()),
-            # Megatron-Core gives spread experts an optimizer of their own, whose state no other reads.
-            "experts": "spread" if self.model.config.expert_model_parallel_size > 1 else "together",
         }
 
 
@@ -143,6 +145,8 @@ def load(directory: Path, state: TrainerState) -> None:
     try:
         with cpu_compatibility.without_cuda_copies(state.device):
             content = dist_checkpointing.load(_content(state, with_optimizer=with_optimizer, loading=True), str(shards))
+        if with_optimizer and state.optimizer is not None:
+            content["optimizer"] = _for_own_parts(state.optimizer, content["optimizer"])
     except _UNREADABLE as error:
         raise _unreadable(shards, error) from error
     for name, chunk in _named_chunks(state.model):
@@ -157,6 +161,42 @@ def load(directory: Path, state: TrainerState) -> None:
     random_file = directory / _random_file(state.model.ranks.rank)
     if random_file.exists():
         _set_random_state(random_file, state.device)
+
+
+def _for_own_parts(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the loaded state as this layout's optimizer takes it.
+
+    Tensors are found by name in any layout. Parameter groups are not: Megatron-Core keeps the parameters of spread
+    experts in an optimizer of their own, whose groups lie under a number.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    numbered = {key: value for key, value in loaded.items() if isinstance(key, int)}
+    whole = {key: value for key, value in loaded.items() if not isinstance(key, int)}
+    own = [numbered.get(number, {}) for number in range(len(parts))] if len(parts) > 1 else [whole]
+    if all(_saved_groups(part) for part in own):
+        return loaded
+    saved = [part for part in (whole, *numbered.values()) if _saved_groups(part)]
+    groups = {group["wd_mult"]: group for part in saved for group in _saved_groups(part)}
+    common = {key: value for key, value in saved[0].items() if key not in _OF_PARAMETERS}
+    steps = saved[0].get("optimizer", saved[0]).get("state", {}).get("common_step")
+    for part, live in zip(own, parts, strict=True):
+        inner = part.setdefault("optimizer", {}) if "optimizer" in saved[0] else part
+        given = inner.get("param_groups") or [{} for _ in live.optimizer.param_groups]
+        inner["param_groups"] = [
+            groups[group["wd_mult"]] | {key: group[key] for key in param_group_identifier_keys if key in group} | ids
+            for group, ids in zip(live.optimizer.param_groups, given, strict=True)
+        ]
+        if steps is not None:
+            inner.setdefault("state", {})["common_step"] = steps
+        for key, value in common.items():
+            part.setdefault(key, value)
+    return dict(enumerate(own)) if len(parts) > 1 else own[0]
+
+
+def _saved_groups(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parameter groups that come from the checkpoint, of one optimizer's state."""
+    groups = part.get("optimizer", part).get("param_groups", [])
+    return [group for group in groups if "wd_mult" in group]
 
 
 def clear_optimizer(optimizer: MegatronOptimizer) -> None:
@@ -183,7 +223,7 @@ def allocate(optimizer: torch.optim.Optimizer, _: Any = None) -> None:
                 optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
             continue
         state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        if isinstance(optimizer, torch.optim.AdamW):  # NVIDIA's count steps in their parameter groups
+        if isinstance(optimizer, torch.optim.Adam):  # AdamW is one; NVIDIA's count steps in their parameter groups
             state["step"] = torch.zeros((), dtype=torch.float32)
         optimizer.state[parameter] = state
 

@@ -40,8 +40,9 @@ from chatlearn_megatron.attention import (
     PackedRows,
     RMSNorm,
 )
-from chatlearn_megatron.engine_arguments import check_engine_arguments
+from chatlearn_megatron.engine_arguments import native
 from chatlearn_megatron.families import MegatronFamily, family_of
+from chatlearn_megatron.layouts import refusal, sizes_of_arguments
 from chatlearn_megatron.options import MegatronOptions
 from chatlearn_megatron.parallel import MegatronRanks
 from chatlearn_megatron.pieces import Heads, Piece, Place, pieces_of
@@ -135,11 +136,17 @@ class MegatronModel:
         values: Tensor = self.chunks[-1].score(hidden).squeeze(-1).float()
         return values
 
-    def logprobs(self, hidden: Tensor, labels: Tensor, requested: RequestedLogprobs) -> TokenLogprobs:
-        """Return the logprobs of labels [N] after hidden states [N, H]."""
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """This rank's rows of the head, on the last stage; the embedding's, or a copy of them, if the two are tied."""
         last = self.chunks[-1]
         tied = last.share_embeddings_and_output_weights
-        weight = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
+        weight: nn.Parameter = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
+        return weight
+
+    def logprobs(self, hidden: Tensor, labels: Tensor, requested: RequestedLogprobs) -> TokenLogprobs:
+        """Return the logprobs of labels [N] after hidden states [N, H]."""
+        weight: Tensor = self.head_weight
         shard = self.ranks.shard(expert=False)
         first = shard.rank * weight.shape[0]
         weight = weight[: max(0, min(weight.shape[0], self.vocab_size - first))]
@@ -229,7 +236,7 @@ def build_model(
 
     Raises:
         ModelError: the architecture is not supported, or its sizes cannot be split over the ranks.
-        ConfigError: an engine argument is not a field of ``TransformerConfig``.
+        ConfigError: Megatron-Core refuses the configuration.
         BackendError: the attention needs a package that is not installed.
     """
     hf = build_on_meta(
@@ -238,9 +245,7 @@ def build_model(
     text = hf.config.get_text_config()
     family = family_of(text, source.path)
     arguments = family.arguments(text)
-    fields = {entry.name for entry in dataclasses.fields(_config_class(arguments))}
-    check_engine_arguments(context.role, context.engine_arguments, fields)
-    check_sizes(arguments, int(text.vocab_size), options, source.path)
+    check_sizes(arguments, int(text.vocab_size), options, source.path, context.world_size)
     device = torch.device(context.device)
     config = _transformer_config(arguments, options, context)
     layout = checkpoint_layout(hf)
@@ -290,46 +295,13 @@ def _mark_split_parameters(model: MegatronModel) -> None:
             parameter.tensor_model_parallel = place.kind != "whole"
 
 
-def check_sizes(arguments: Mapping[str, Any], vocab_size: int, options: MegatronOptions, path: str) -> None:
+def check_sizes(arguments: Mapping[str, Any], vocab_size: int, options: MegatronOptions, path: str, ranks: int) -> None:
     """Refuse a layout that does not divide the model, before anything is allocated.
 
     Raises:
-        ModelError: names every size that does not fit, and the sizes that do.
+        ModelError: names every size that does not fit, the sizes that do, and the nearest layouts.
     """
-    tp, pp, cp = options.tensor_parallel, options.pipeline_parallel, options.context_parallel
-    stages = pp * options.virtual_pipeline
-    query, key = int(arguments["num_attention_heads"]), int(arguments["num_query_groups"])
-    layers, experts = int(arguments["num_layers"]), int(arguments.get("num_moe_experts") or 0)
-    lines: list[str] = []
-
-    def divides(what: str, number: int, option: str, size: int) -> None:
-        if number % size:
-            fitting = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-            lines.append(f"{option} {size} does not divide the model's {number} {what}; it may be {fitting}")
-
-    divides("query heads", query, "tensor_parallel", tp)
-    divides("key-value heads", key, "tensor_parallel", tp)
-    if query % tp == 0:
-        divides(f"query heads of each of {tp} tensor parallel ranks", query // tp, "context_parallel", cp)
-    divides("layers", layers, "pipeline_parallel x virtual_pipeline", stages)
-    widths = {"MLP width": arguments["ffn_hidden_size"]}
-    if arguments.get("multi_latent_attention"):
-        widths["latent of keys and values"] = arguments["kv_lora_rank"] + arguments["qk_pos_emb_head_dim"]
-        if arguments["q_lora_rank"] is not None:
-            widths["latent of queries"] = arguments["q_lora_rank"]
-    if arguments.get("moe_shared_expert_intermediate_size"):
-        widths["width of the shared experts"] = arguments["moe_shared_expert_intermediate_size"]
-    for what, width in widths.items():
-        divides(what, int(width), "tensor_parallel", tp)
-    if -(-vocab_size // tp) * (tp - 1) >= vocab_size:
-        lines.append(f"tensor_parallel {tp} leaves a rank without a part of the vocabulary of {vocab_size} tokens")
-    if experts:
-        if tp > 1 and not options.sequence_parallel:
-            lines.append(f"tensor_parallel {tp} with experts needs sequence_parallel: true")
-        divides("experts", experts, "expert_parallel", options.expert_parallel)
-        divides("expert width", int(arguments["moe_ffn_hidden_size"]), "expert_tensor_parallel", options.expert_tensor)
-    elif options.expert_parallel > 1:
-        lines.append(f"expert_parallel is {options.expert_parallel}, but the model has no experts; set it to 1")
+    lines = refusal(sizes_of_arguments(arguments, vocab_size), options, ranks)
     if lines:
         raise ModelError(f"{path} cannot be split as the options say:\n" + "\n".join(f"  {line}" for line in lines))
 
@@ -372,7 +344,7 @@ def _transformer_config(
         "apply_rope_fusion": False,
     }
     try:
-        return _config_class(arguments)(**(given | recompute | dict(arguments) | dict(context.engine_arguments)))
+        return _config_class(arguments)(**(given | recompute | dict(arguments) | native(context.engine_arguments)))
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(
             f"roles.{context.role}: Megatron-Core refuses the configuration: {error or type(error).__name__}"

@@ -65,6 +65,11 @@ class MegatronOptions(OptimizerOptions):
         return self.distributed_optimizer and self.optimizer == "adamw"
 
     @property
+    def gathers_late(self) -> bool:
+        """Whether a step leaves the weights of other ranks' shards to be gathered during the next forward pass."""
+        return self.overlap and self.shards_optimizer
+
+    @property
     def expert_tensor(self) -> int:
         """``expert_tensor_parallel`` with null filled in."""
         return self.expert_tensor_parallel or self.tensor_parallel

@@ -18,6 +18,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
             factory="chatlearn_megatron.trainer:MegatronTrainer",
             options="chatlearn_megatron.options:MegatronOptions",
             check_engine="chatlearn_megatron.engine_arguments:engine_problems",
+            check_model="chatlearn_megatron.layouts:check_model",
             requires=(("megatron-core==0.16.1",), ("torch>=2.13,<2.14",), ("transformers>=5.16.1,<5.20",)),
             heads=frozenset({"lm", "value", "reward"}),
             outputs=frozenset(

@@ -38,7 +38,7 @@ from chatlearn_hf.token_outputs import TokenOutputs
 from chatlearn_hf.varlen_attention import PackedLayout
 from chatlearn_megatron import checkpoint
 from chatlearn_megatron.attention import PackedRows
-from chatlearn_megatron.engine_arguments import check_engine_arguments
+from chatlearn_megatron.engine_arguments import check_engine_arguments, native
 from chatlearn_megatron.model import MegatronModel, build_model
 from chatlearn_megatron.options import MegatronOptions
 from chatlearn_megatron.parallel import MegatronRanks, join_ranks
@@ -94,6 +94,8 @@ class MegatronTrainer(RankTrainer[MegatronModel, MegatronOptimizer]):
         self._replicas: list[Any] = []
         """Of each chunk, Megatron-Core's wrapper that holds and reduces its gradients; the chunk itself if nothing
         learns."""
+        self._is_stale = False
+        """Whether an update may have left weights to be gathered during the next forward pass."""
 
     # Lifecycle
 
@@ -145,7 +147,7 @@ class MegatronTrainer(RankTrainer[MegatronModel, MegatronOptimizer]):
 
         All ranks that share a slice return the same outputs.
         """
-        model = self._ready("weights")
+        model = self._ready("weights", settled=False)
         for replica in self._replicas:
             replica.eval()
         cut = self._cut(batch)
@@ -173,7 +175,7 @@ class MegatronTrainer(RankTrainer[MegatronModel, MegatronOptimizer]):
 
         Of the ranks that share a slice, only one of the last stage returns metrics.
         """
-        self._ready("weights", "gradients", "optimizer")
+        self._ready("weights", "gradients", "optimizer", settled=False)
         optimizer = self._require_optimizer()
         timer = PhaseTimer(self._device)
         cut = self._cut(batch)
@@ -254,7 +256,8 @@ class MegatronTrainer(RankTrainer[MegatronModel, MegatronOptimizer]):
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=options.shards_optimizer,
             overlap_grad_reduce=options.overlap,
-            overlap_param_gather=options.overlap and options.shards_optimizer,
+            overlap_param_gather=options.gathers_late,
+            **native(self.context.engine_arguments, "ddp"),
         )
         return DistributedDataParallel(model.config, settings, chunk)
 
@@ -272,7 +275,8 @@ class MegatronTrainer(RankTrainer[MegatronModel, MegatronOptimizer]):
             bf16=model.config.bf16,
             params_dtype=model.config.params_dtype,
             use_distributed_optimizer=options.shards_optimizer,
-            overlap_param_gather=options.overlap and options.shards_optimizer,
+            overlap_param_gather=options.gathers_late,
+            **native(self.context.engine_arguments, "optimizer"),
         )
         is_vector = ParamPredicate(name="norms and biases", fn=lambda parameter: parameter.dim() <= 1)
         optimizer = get_megatron_optimizer(
@@ -336,6 +340,8 @@ class MegatronTrainer(RankTrainer[MegatronModel, MegatronOptimizer]):
     def _outputs(self, model: MegatronModel, row: _Row, hidden: Tensor, request: OutputRequest) -> Outputs:
         call = TokenOutputs.requested(request, row.batch)
         call.check(model.head, row.batch.token_ids, model.vocab_size)
+        if model.head == "lm":
+            self._wait_for_head(model)
         tokens = row.token_ids[: row.own.num_tokens]
         if row.batch.num_tokens:
             return call.of(hidden, tokens, row.own, model.score, model.logprobs)
@@ -392,6 +398,8 @@ class MegatronTrainer(RankTrainer[MegatronModel, MegatronOptimizer]):
 
         with timer.phase("schedule"):
             collected = self._run(step, cut, forward_only=False)
+        # From here on every forward pass gathers, also if the step is refused.
+        self._is_stale = self.options.gathers_late
         if not self._require_ranks().is_last_stage:
             return [0.0] * len(cut), []
         return torch.stack([total for total, _ in collected]).tolist(), [metrics for _, metrics in collected]
@@ -427,10 +435,19 @@ class MegatronTrainer(RankTrainer[MegatronModel, MegatronOptimizer]):
         return refused_update(self._name, self._updates, losses, grad_norm, sample_ids, norms)
 
     def _settle_weights(self, model: MegatronModel) -> None:
-        """Wait for weights that the last step left to be gathered in the next forward pass."""
-        if self.options.overlap and self.options.shards_optimizer and self._optimizer is not None:
-            for replica in self._replicas:
-                replica.start_param_sync(force_sync=True)
+        """Gather the weights that the last step left to the next forward pass. Collective."""
+        if not self._is_stale:
+            return
+        for replica in self._replicas:
+            replica.start_param_sync(force_sync=True)
+        self._is_stale = False
+
+    def _wait_for_head(self, model: MegatronModel) -> None:
+        """Wait until the head is gathered. Logits are computed by chunks, without the head's module, before whose calls
+        Megatron-Core would wait.
+        """
+        if self.options.gathers_late and self._optimizer is not None:
+            self._replicas[-1].param_to_bucket_group[model.head_weight].finish_param_sync()
 
     def _take_weights(self, fresh_optimizer: bool) -> None:
         """Make the optimizer go on from weights that were written into the model."""
@@ -446,9 +463,12 @@ class MegatronTrainer(RankTrainer[MegatronModel, MegatronOptimizer]):
         self._take_weights(fresh_optimizer=True)
         self._broken = None
 
-    def _ready(self, *parts: MemoryPart, may_be_broken: bool = False) -> MegatronModel:
+    def _ready(self, *parts: MemoryPart, may_be_broken: bool = False, settled: bool = True) -> MegatronModel:
+        """See ``RankTrainer``. With the part ``weights`` they are gathered first, unless ``settled`` is False, as for
+        forward passes, which gather while they compute.
+        """
         model = super()._ready(*parts, may_be_broken=may_be_broken)
-        if "weights" in parts:
+        if "weights" in parts and settled:
             self._settle_weights(model)
         return model
 

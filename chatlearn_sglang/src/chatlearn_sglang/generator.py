@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from chatlearn_core.exceptions import BackendError, ConfigError, HostedCallError
 from chatlearn_core.protocols.generator import OnTokens
 from chatlearn_core.protocols.lifecycle import MemoryPart, RoleContext
@@ -61,6 +63,7 @@ class SGLangRequest(EngineRequest):
             "temperature": float(sampling.temperature),
             "top_p": float(sampling.top_p),
             "top_k": sampling.top_k,
+            "max_kept_ids": sampling.max_kept_ids,
             "stop": list(sampling.stop),
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": sampling.ignore_eos,
@@ -81,6 +84,8 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
 
     Requests go to the engine in submission order.
     """
+
+    keeps_ids = True
 
     def __init__(self, options: SGLangGeneratorOptions, context: RoleContext) -> None:
         """Check the engine arguments. Raises: ConfigError: an argument is refused, or no interpreter has SGLang."""
@@ -310,6 +315,10 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
         )
         pending.note_cached(reply["num_cached_tokens"])
         problem = pending.problem(finish.get("type"), finish.get("message", "no reason given"))
+        if pending.request.sampling.max_kept_ids and len(reply["kept"]) != len(reply["token_ids"]):
+            problem = problem or "the engine did not return the ids that every token was sampled from"
+        for ids in reply["kept"]:
+            problem = problem or pending.keep_ids(np.array(ids, dtype=np.int32))
         if problem is not None:
             self._fail(pending, problem)
             return

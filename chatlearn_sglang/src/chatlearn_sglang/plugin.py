@@ -23,6 +23,7 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             payloads=frozenset({"full", "adapter"}),
             kv_after_sync="recomputed",
             bases=frozenset({"processed"}),
+            kept_ids=True,
             streaming=True,
             resumable=True,
             seeded=True,

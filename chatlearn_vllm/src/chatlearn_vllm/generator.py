@@ -43,6 +43,7 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
     """
 
     keeps_ids = True
+    scores = True
 
     def __init__(self, options: VLLMGeneratorOptions, context: RoleContext) -> None:
         """Check the engine arguments. Raises: ConfigError: the backend sets an argument itself, or the device is
@@ -353,4 +354,6 @@ def _wire(pending: EngineRequest) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
         "seed": sampling.seed % 2**63,
+        "forced_ids": [] if request.forced_ids is None else request.forced_ids.tolist(),
+        "score_temperature": pending.basis.temperature,
     }

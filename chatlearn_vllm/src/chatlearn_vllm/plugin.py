@@ -26,6 +26,7 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             kv_after_sync="recomputed",
             bases=frozenset({"raw", "processed"}),
             kept_ids=True,
+            scores=True,
             streaming=True,
             resumable=True,
             seeded=True,

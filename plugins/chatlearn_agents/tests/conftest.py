@@ -143,8 +143,9 @@ async def play(
     max_turns: int | None = None,
     turn_tokens: int = 500,
     prompt: Prompt | None = None,
+    ends: tuple[str, ...] = (),
 ) -> Played:
-    generator = Scripted(tokenizer, list(texts))
+    generator = Scripted(tokenizer, list(texts), ends=ends)
     prompt = prompt or prompt_of(tokenizer, ground_truth="2")
     order = RolloutOrder("p@0#0", "p@0", prompt, SamplingParams(turn_tokens), 7, max_tokens, 60.0, max_turns)
     rollout = await environment.rollout(prompt, RolloutContext(order, tokenizer, generator))

@@ -61,6 +61,17 @@ class Broken(Counting):
     def step(self, action):
         return SimpleNamespace(observation="", reward=float("nan"), done=True)
 
+class Huge:
+    def __init__(self, begins=10_000_000):
+        self.begins, self.steps = begins, 0
+
+    def reset(self, seed=None):
+        return SimpleNamespace(observation="x" * self.begins, reward=0.0, done=False)
+
+    def step(self, action):
+        self.steps += 1
+        return SimpleNamespace(observation="x" * 10_000_000, reward=0.0, done=self.steps == 2)
+
 def shout(text):
     if not text.strip():
         raise ValueError("empty")
@@ -125,7 +136,14 @@ async def test_clients_in_the_manner_of_openenv(plays: Any, tokenizer: Any, plai
     played = await plays(Game(counting).environment(), tokenizer, ["1", "two", "3"], prompt=prompt)
     assert "Count.\n\nreach 3<|im_end|>" in played.text
     assert played.rollout.reward.value == -0.25 - 1.0 + 1.0
-    assert some_games.Counting.closed == 1
+    each = Game({**counting, "rewards": "turns"}).environment()
+    by_turn = await plays(each, tokenizer, ["1", "two", "3"], prompt=prompt)
+    reward, turns = by_turn.sample.reward, by_turn.sample.turns
+    assert (reward.value, reward.components) == (0.0, {"return": -0.25})
+    assert (reward.step_ends + by_turn.sample.num_prompt_tokens).tolist() == [turn.stop - 1 for turn in turns]
+    assert reward.token_values[reward.step_ends].tolist() == [-0.25, -1.0, 1.0]
+    assert by_turn.sample.token_ids.tolist() == played.sample.token_ids.tolist()
+    assert some_games.Counting.closed == 2
     seeds = [
         (await plays(Game(counting).environment(), tokenizer, ["9"], prompt=replace(prompt, columns={}))).text
         for _ in range(2)
@@ -136,6 +154,20 @@ async def test_clients_in_the_manner_of_openenv(plays: Any, tokenizer: Any, plai
     played = await plays(Game(asynchronous).environment(), tokenizer, [" ", "hello"], prompt=prompt)
     assert "Count.\n\nsay hello<|im_end|>" in played.text
     assert (played.rollout.reward.value, played.count("invalid_actions")) == (1.0, 1)
+
+
+async def test_an_observation_of_ten_megabytes_is_cut(plays: Any, tokenizer: Any, plain_prompt: Prompt) -> None:
+    prompt = replace(plain_prompt, messages=({"role": "user", "content": "Count."},))
+    options = {"api": "openenv", "make": "some_games:Huge", "action": "text", "max_observation_chars": 20}
+    played = await plays(Game(options).environment(), tokenizer, ["a", "b"], prompt=prompt)
+    cut = f"{'x' * 20}\n[truncated: the first 20 of 10000000 characters]<|im_end|>"
+    assert f"Count.\n\n{cut}" in played.text, "the first observation"
+    assert f"<|im_start|>user\n{cut}" in played.text, "a later one"
+    long = {**options, "max_observation_chars": 10_000_000}
+    with pytest.raises(BackendError, match=r"it has \d+ tokens or more"):
+        await plays(Game(long).environment(), tokenizer, ["a"], prompt=prompt)
+    played = await plays(Game({**long, "arguments": {"begins": 1}}).environment(), tokenizer, ["a"], prompt=prompt)
+    assert played.rollout.status == "truncated", "no room for a later one"
 
 
 @pytest.mark.parametrize(

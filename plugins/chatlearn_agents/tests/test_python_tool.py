@@ -9,7 +9,7 @@ import pytest
 from chatlearn_agents.options import PythonOptions
 from chatlearn_agents.python_tool import PythonTool
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_sandbox.sandbox import Sandbox, SandboxError
+from chatlearn_sandbox.sandbox import Sandbox, SandboxError, SandboxResult
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,12 @@ def test_what_the_policy_sees(code: str, shown: str, tool: PythonTool) -> None:
     text = tool.execute(code)
     assert shown in text
     assert "main.py" not in text
+
+
+def test_a_program_whose_processes_fill_the_memory_is_told_so() -> None:
+    tool = PythonTool(PythonOptions(memory_mb=64))
+    told = tool._described(SandboxResult("out_of_memory", None, b"a\n", b""))
+    assert told == "a\n[the program was ended: its processes had more than 64 MiB together]"
 
 
 def test_a_machine_without_namespaces_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

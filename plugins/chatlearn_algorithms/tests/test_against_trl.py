@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from chatlearn_algorithms.cispo import ClippedWeight
 from chatlearn_algorithms.dpo import DPOLoss
+from chatlearn_algorithms.gspo import SequenceClip
 from chatlearn_algorithms.ipo import IPOLoss
 from chatlearn_algorithms.kto import POINT, KTOLoss
+from chatlearn_algorithms.objectives import Clip
 from chatlearn_algorithms.orpo import ORPOLoss
 from chatlearn_algorithms.pair_loss import PairLoss
+from chatlearn_algorithms.policy_loss import PolicyLoss
 from chatlearn_algorithms.reward_model import RewardModelLoss
 from chatlearn_algorithms.simpo import SimPOLoss
 from chatlearn_core.types import TrainBatch
@@ -37,9 +41,15 @@ class Accelerator:
     """One process."""
 
     device = torch.device("cpu")
+    num_processes = 1
+    sync_gradients = True
 
     @staticmethod
     def gather_for_metrics(values: Tensor) -> Tensor:
+        return values
+
+    @staticmethod
+    def reduce(values: Tensor, reduction: str) -> Tensor:
         return values
 
     gather = gather_for_metrics
@@ -194,3 +204,125 @@ def test_reward_model(make_preferences: Any) -> None:
     found.backward()
     wanted.backward()
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=TOLERANCE)
+
+
+VOCABULARY = 7
+
+
+def test_whole_orpo(make_preferences: Any) -> None:
+    """TRL's whole loss, from logits. Its likelihood is a mean over all tokens after the first of all chosen sequences:
+    ours, where prompts have one token and chosen completions have equal lengths.
+    """
+    from trl.experimental.orpo import ORPOTrainer
+
+    batch = make_preferences([(1.0, 4), (0.0, 2)], [(1.0, 4), (0.0, 3)], [(1.0, 4), (0.0, 5)], num_prompt=1)
+    order = CHOSEN + REJECTED
+    drawn = torch.Generator().manual_seed(5)
+    ids = torch.randint(VOCABULARY, (6, LENGTH + 1), generator=drawn)
+    lengths = [batch.lengths[index] for index in order]
+    logits = torch.randn(6, LENGTH + 1, VOCABULARY, generator=drawn, dtype=torch.float64)
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+
+    there = torch.arange(LENGTH + 1) < torch.tensor(lengths)[:, None]
+    labels = torch.where(there, ids, -100)
+    labels[:, 0] = -100
+    sides = {"chosen": slice(0, 3), "rejected": slice(3, 6)}
+    given = {f"{side}_input_ids": ids[rows] for side, rows in sides.items()}
+    given |= {f"{side}_attention_mask": there[rows].long() for side, rows in sides.items()}
+    given |= {f"{side}_labels": labels[rows] for side, rows in sides.items()}
+    own = ORPOTrainer.__new__(ORPOTrainer)
+    vars(own).update(vars(trainer(beta=0.3, is_encoder_decoder=False, padding_value=0)))
+    wanted, _ = own.get_batch_loss_metrics(lambda *_, **__: SimpleNamespace(logits=theirs), given)
+
+    of_tokens = ours[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    packed = [of_tokens.new_zeros(0)] * 6
+    for row, index in enumerate(order):
+        packed[index] = torch.cat([of_tokens.new_zeros(1), of_tokens[row, : lengths[row] - 1]])
+    loss = ORPOLoss(odds_ratio_coef=0.3)
+    found = loss({"logprobs": torch.cat(packed)}, loss.prepare(batch)).total
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=0, atol=TOLERANCE)
+    found.backward()
+    wanted.backward()
+    assert theirs.grad.abs().max() > 0.01
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=TOLERANCE)
+
+
+TOKEN_CLIP = {"objective": Clip(0.1, 0.3), "kl_weight": "ratio"}
+SEQUENCE_CLIP = {"objective": SequenceClip(0.05, 0.1)}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize(
+    ("loss_type", "theirs", "ours"),
+    [
+        ("grpo", {}, TOKEN_CLIP),
+        ("dr_grpo", {}, TOKEN_CLIP | {"aggregation": "seq_mean_token_sum_norm", "constant_length": 16}),
+        ("bnpo", {}, TOKEN_CLIP | {"aggregation": "token_mean"}),
+        ("dapo", {}, TOKEN_CLIP | {"aggregation": "token_mean"}),
+        ("dapo", {"delta": 1.4}, TOKEN_CLIP | {"objective": Clip(0.1, 0.3, 1.4), "aggregation": "token_mean"}),
+        (
+            "cispo",
+            {"epsilon_high": 1.3},
+            {"objective": ClippedWeight(1.0, 0.3), "kl_weight": "ratio", "aggregation": "token_mean"},
+        ),
+        ("grpo", {"level": "sequence"}, SEQUENCE_CLIP),
+        ("dapo", {"level": "sequence"}, SEQUENCE_CLIP | {"aggregation": "token_mean"}),
+    ],
+    ids=["grpo", "dr_grpo", "bnpo", "dapo", "delta", "cispo", "sequence", "sequence token mean"],
+)
+def test_grpo(make_preferences: Any, loss_type: str, theirs: Any, ours: Any, beta: float) -> None:
+    """TRL weights the KL by the ratio of its level; ours by the token's, so sequence level has a plain KL."""
+    from trl import GRPOTrainer
+
+    batch = make_preferences(*PAIRS)
+    order = list(range(6))
+    drawn = torch.Generator().manual_seed(3)
+    noise = 0.4 * torch.randn(batch.num_tokens, generator=drawn, dtype=torch.float64)
+    batch.token_data["trainer_logprobs"] = batch.token_data["logprobs"] + noise
+    advantages = torch.tensor([1.2, -0.7, 0.4, -1.5, 0.6, -0.9], dtype=torch.float64)
+    batch.token_data["advantages"] = advantages[batch.sequence_index]
+    found, expected = (batch.token_data["logprobs"].clone().requires_grad_() for _ in range(2))
+    mask = rows(batch.loss_mask.double(), batch, order)
+    sequence = theirs.get("level") == "sequence"
+    low, high = (0.05, 0.1) if sequence else (0.1, 0.3)
+
+    def of_policy(*_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+        return rows(expected, batch, order), torch.zeros_like(mask), None
+
+    own = trainer(
+        _get_per_token_logps_and_entropies=of_policy,
+        _entropy_bonus_enabled=False,
+        args=SimpleNamespace(delta=theirs.get("delta"), use_bias_correction_kl=not sequence, steps_per_generation=1),
+        beta=beta,
+        current_gradient_accumulation_steps=1,
+        epsilon_high=theirs.get("epsilon_high", high),
+        epsilon_low=low,
+        importance_sampling_level=theirs.get("level", "token"),
+        loss_type=loss_type,
+        max_completion_length=16,
+        off_policy_mask_threshold=None,
+        top_entropy_quantile=1.0,
+        use_vllm=False,
+    )
+    ones = torch.ones_like(mask).long()
+    given = {
+        "prompt_ids": ones,
+        "prompt_mask": ones,
+        "completion_ids": ones,
+        "completion_mask": mask,
+        "advantages": advantages,
+        "old_per_token_logps": rows(batch.token_data["trainer_logprobs"], batch, order),
+        "ref_per_token_logps": rows(batch.token_data["reference_logprobs"], batch, order),
+        "num_items_in_batch": mask.sum(),
+    }
+    wanted = GRPOTrainer._compute_loss(own, own.model, given)
+    loss = PolicyLoss(kl_coef=beta, kl_clamp="none", log_entropy=False, **ours)
+    result = loss({"logprobs": found}, loss.prepare(batch))
+    torch.testing.assert_close(result.total.double(), wanted.double(), rtol=0, atol=TOLERANCE)
+    result.total.backward()
+    wanted.backward()
+    assert expected.grad.abs().max() > 0.01
+    torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=TOLERANCE)
+    assert result.metrics["pg_clipfrac"].total >= 2
+    if "delta" in theirs:
+        assert result.metrics["pg_clipfrac_lower"].total >= 1

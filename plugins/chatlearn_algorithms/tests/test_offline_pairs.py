@@ -166,13 +166,14 @@ def test_dpo_starts_at_log_two_with_the_papers_gradient(make_preferences):
 
 
 def test_metrics(make_preferences):
-    batch = make_preferences([(1.0, 1), (0.0, 1)], [(1.0, 1), (0.0, 1)])
+    """A pair in order, one out of order, and a tie, which is ordered by half."""
+    batch = make_preferences(*[[(1.0, 1), (0.0, 1)]] * 3)
     batch.token_data["reference_logprobs"].zero_()
-    batch.token_data["logprobs"][batch.loss_mask] = torch.tensor([-1.0, -3.0, -5.0, -4.0], dtype=torch.float64)
+    batch.token_data["logprobs"][batch.loss_mask] = torch.tensor([-1.0, -3.0, -5.0, -4.0, -2.0, -2.0]).double()
     loss = DPOLoss(beta=0.5)
     metrics = loss({"logprobs": batch.token_data["logprobs"]}, loss.prepare(batch)).metrics
     assert {name: metric.value for name, metric in metrics.items()} == pytest.approx(
-        {"accuracy": 0.5, "margin": 0.25, "chosen_score": -1.5, "rejected_score": -1.75}
+        {"accuracy": 0.5, "margin": 1 / 6, "chosen_score": -4 / 3, "rejected_score": -1.5}
     )
 
 

@@ -75,7 +75,11 @@ SETTINGS = {
     "kl with its score": {"kl_coef": 0.3, "kl_weight": "score", "kl_clamp": "all"},
     "dr_grpo": {"aggregation": "seq_mean_token_sum_norm", "constant_length": 16},
     "truncated": {"correction": ImportanceCorrection("truncate", "token", 1.2)},
-    "masked sequences": {"correction": ImportanceCorrection("mask", "sequence_geometric", 1.3)},
+    "truncated sequences": {"correction": ImportanceCorrection("truncate", "sequence", 1.2, 0.8)},
+    "masked by sequences": {"correction": ImportanceCorrection("mask", "sequence_geometric", 1.3)},
+    "masked by products": {"correction": ImportanceCorrection("mask", "sequence", 1.5)},
+    "masked sequences": {"correction": ImportanceCorrection("mask_sequences", "sequence_geometric", 1.3)},
+    "masked sequences by products": {"correction": ImportanceCorrection("mask_sequences", "sequence", 1.5)},
     "generator as old": {"old_logprobs": "generator_logprobs"},
 }
 
@@ -111,12 +115,16 @@ def loop_loss(policy: TinyPolicy, samples: list[Sample], loss: PolicyLoss) -> to
                 if objective.dual is not None and advantage < 0:
                     term = torch.min(term, torch.tensor(-advantage * objective.dual, dtype=torch.float64))
             if loss.correction is not None:
-                gap = gaps[t] if loss.correction.level == "token" else sum(gaps.values()) / len(gaps)
-                weight, limit = math.exp(gap), loss.correction.threshold
+                of_sequence = sum(gaps.values())
+                levels = {"token": gaps[t], "sequence": of_sequence, "sequence_geometric": of_sequence / len(gaps)}
+                weight, limit = math.exp(levels[loss.correction.level]), loss.correction.threshold
+                inside = (loss.correction.minimum or 1 / limit) <= weight <= limit
                 if loss.correction.mode == "truncate":
-                    term = term * min(weight, limit)
+                    term = term * min(max(weight, loss.correction.minimum or 0.0), limit)
+                elif loss.correction.mode == "mask":
+                    term = term * (weight if inside else 0.0)
                 else:
-                    term = term * (weight if 1 / limit <= weight <= limit else 0.0)
+                    term = term * (math.exp(gaps[t]) if inside else 0.0)
             if loss.kl_coef:
                 x = data["reference_logprobs"][t] - new
                 sampled_by = {"ratio": old[t], "generator_ratio": generated[t], "score": new.detach()}
@@ -194,6 +202,13 @@ def test_the_settings_reach_every_clip(samples, name):
     metrics = loss(TinyPolicy().outputs(batch), batch).metrics
     assert metrics["pg_clipfrac"].total >= 1
     assert metrics["pg_clipfrac_lower"].total >= 1
+
+
+@pytest.mark.parametrize("name", [name for name, of in SETTINGS.items() if "correction" in of])
+def test_corrections_limit_some_tokens_and_leave_others(samples, name):
+    loss = PolicyLoss(**SETTINGS[name])
+    batch = loss.prepare(pack_samples(samples))
+    assert 0 < loss(TinyPolicy().outputs(batch), batch).metrics["importance_clipfrac"].value < 1
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())

@@ -18,7 +18,18 @@ from chatlearn_algorithms.ppo import PPO
 from chatlearn_algorithms.ppo_options import PPOOptions
 from chatlearn_algorithms.reinforce_options import ReinforcePPOptions
 from chatlearn_algorithms.reinforce_pp import ReinforcePP
-from chatlearn_core.types import Derived, RewardResult, Sample, TrainBatch, scored_batch
+from chatlearn_core.protocols import SequenceBuilder
+from chatlearn_core.types import (
+    Completion,
+    Derived,
+    Prompt,
+    RewardResult,
+    Sample,
+    SamplingParams,
+    TrainBatch,
+    VersionSpan,
+    scored_batch,
+)
 
 Steps = Sequence[tuple[int, float]]
 """(position of a step's last token in the completion, its reward)"""
@@ -54,6 +65,31 @@ def completions(batch: TrainBatch, values: torch.Tensor, num_prompt: int = 3) ->
 
 LENGTHS = [6, 4, 5]
 STEPS: list[Steps] = [[(1, 0.9), (4, 0.2), (5, 0.0)], [(3, 1.0)], [(0, 0.25), (2, 0.5)]]
+
+
+def played(index: int, lengths: Sequence[int], rewards: Sequence[float]) -> Sample:
+    """A rollout of turns of these lengths, each with a reward, and an observed token after each but the last."""
+    sequence = SequenceBuilder(f"a#{index}", "a", Prompt("a", np.array([1, 2, 3]), "?"), "a")
+    for turn, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
+        if turn:
+            sequence.observed([9])
+        sampling, spans = SamplingParams(8), (VersionSpan(0, length, 0),)
+        ids, zeros = np.full(length, 5), np.zeros(length, np.float32)
+        sequence.sampled(Completion(f"a#{index}/{turn}", ids, zeros, sampling.basis, "stop", sampling, spans))
+        sequence.rewarded(reward)
+    return sequence.finished()
+
+
+def test_rewards_of_an_environments_turns_are_rewards_of_steps(make_context: Any) -> None:
+    batch, derived = derive([played(0, [2, 1, 3], [0.9, 0.0, 0.2]), played(1, [4, 2], [1.0, -0.5])], make_context)
+    steps: list[Steps] = [[(1, 0.9), (3, 0.0), (7, 0.2)], [(3, 1.0), (6, -0.5)]]
+    observed = [{2, 4}, {4}]
+    for found, wanted, others in zip(
+        completions(batch, derived.token_data["advantages"]), by_the_paper([8, 7], steps), observed, strict=True
+    ):
+        masked = [0.0 if t in others else value for t, value in enumerate(wanted)]
+        assert found == pytest.approx(masked, rel=1e-6, abs=1e-7)
+    assert derived.metrics["reward_steps"].value == pytest.approx(5 / 2)
 
 
 def test_advantages_are_those_of_the_paper(make_group: Any, make_context: Any) -> None:
@@ -103,7 +139,6 @@ def test_groups_without_any_difference_are_dropped(make_group: Any, make_context
     batch, derived = derive([*equal, *more, *kept], make_context, drop_zero_spread_groups=True)
     assert set(derived.exclusions.values()) == {"zero_spread_group"}
     assert sorted(derived.exclusions) == [sample.id for sample in [*equal, *more]]
-    assert derived.metrics["rollout/discarded_tokens"].value == 8
     assert derived.metrics["zero_spread_groups"].value == pytest.approx(2 / 3)
     rows = completions(batch, derived.token_data["advantages"])
     assert [row == [0.0, 0.0] for row in rows] == [True, True, True, True, False, False]

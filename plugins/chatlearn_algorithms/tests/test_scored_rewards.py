@@ -8,9 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chatlearn_algorithms.reinforce_options import RLOOOptions
+from chatlearn_algorithms.rloo import RLOO
 from chatlearn_algorithms.scored_rewards import KLPenalty, components, scored_rewards
 from chatlearn_core.exceptions import FlowError
-from chatlearn_core.types import RewardResult, TrainBatch, scored_batch
+from chatlearn_core.types import RewardResult, SamplingParams, TrainBatch, scored_batch
+from chatlearn_testing.suites.algorithm_roles import VOCAB
+from chatlearn_testing.suites.algorithm_step import AlgorithmSetup, AlgorithmStep
+from chatlearn_testing.suites.conformance_suite import installed_plugins
 
 
 def with_logprobs(batch: TrainBatch, seed: int = 0) -> TrainBatch:
@@ -45,6 +50,48 @@ def test_the_kl_is_taken_token_by_token(make_group, estimator, coef, seed):
     assert scored.verdicts.tolist() == [1.0, 0.5]
     assert scored.metrics["reward_kl"].value == pytest.approx(sum(kls) / int(batch.loss_mask.sum()), abs=1e-6)
     assert scored.metrics["reward"].value == 0.75
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_a_full_kl_in_the_reward_is_the_sum_over_the_vocabulary(recomputed):
+    """Through the flow: each token's KL between the tables of policy and reference, at the sampling temperature."""
+    options = RLOOOptions(
+        group_size=3,
+        kl_coef=0.3,
+        kl_estimator="full",
+        kl_top_k=VOCAB,
+        kl_placement="reward",
+        recompute_old_logprobs=recomputed,
+    )
+    roles = dict(options.required_roles) | {"reference": "trainer"}
+    sampling = SamplingParams(6, temperature=0.7)
+    step = AlgorithmStep(AlgorithmSetup(installed_plugins(), lambda made: RLOO(options, made), roles, sampling))
+    samples = step.samples()
+    assert ("trainer_logprobs" in samples[0].token_data) == recomputed
+    metrics = step.derived(samples)
+    policy, reference = (
+        (step.roles.trainers[role].table("logits", VOCAB, VOCAB).detach() / 0.7).log_softmax(-1)
+        for role in ("trainer", "reference")
+    )
+    total, outcomes = 0.0, {}
+    for sample in samples:
+        kl = 0.0
+        for t in sample.loss_mask.nonzero()[0].tolist():
+            before = int(sample.token_ids[t - 1])
+            kl += sum(
+                math.exp(p) * (p - q) for p, q in zip(policy[before].tolist(), reference[before].tolist(), strict=True)
+            )
+        total += kl
+        outcomes.setdefault(sample.group_id, {})[sample.id] = sample.reward.value - 0.3 * kl
+    tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
+    assert metrics["reward_kl"].value == pytest.approx(total / tokens, rel=1e-5)
+    for sample in samples:
+        of_group = outcomes[sample.group_id]
+        others = [value for name, value in of_group.items() if name != sample.id]
+        expected = of_group[sample.id] - sum(others) / len(others)
+        assert sample.token_data["advantages"][sample.loss_mask].tolist() == pytest.approx(
+            [expected] * int(sample.loss_mask.sum()), rel=1e-4, abs=1e-5
+        )
 
 
 def test_a_token_of_probability_0_leaves_the_others_finite(make_group):

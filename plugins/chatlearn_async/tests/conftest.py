@@ -35,7 +35,8 @@ def registry() -> PluginRegistry:
     """Everything installed, and the fakes."""
     found = discover_plugins()
     unreliable = replace(FAKE_GENERATOR, name="fake_forgetful", resumable=False, kv_after_sync="dropped")
-    records = (FAKE_TRAINER, FAKE_GENERATOR, unreliable, FAKE_REWARD, BIGRAM_FAMILY)
+    keeping = replace(FAKE_GENERATOR, name="fake_keeping", resumable=False, kv_after_sync="kept")
+    records = (FAKE_TRAINER, FAKE_GENERATOR, unreliable, keeping, FAKE_REWARD, BIGRAM_FAMILY)
     return replace(found, entries=(*found.entries, *map(_entry, records)))
 
 

@@ -22,9 +22,13 @@ class Again:
     def setup(self): ...
     def close(self): ...
 
+    num_turns = 2
+
     async def rollout(self, prompt, context):
         sequence = context.sequence()
         sequence.sampled(await context.generate(sequence.token_ids))
+        if self.num_turns == 1:
+            return context.finished([sequence])
         sequence.observed(context.tokenizer.encode("tea"))
         sequence.sampled(await context.generate(sequence.token_ids))
         return context.finished([sequence])
@@ -56,7 +60,7 @@ async def test_only_sampled_tokens_are_trained_on_whatever_weights_sampled_them(
     def keep(step: int, samples: Any) -> None:
         taken.extend((step, sample) for sample in samples)
 
-    run = two_turns.make("async", STALE, *SLOW)
+    run = two_turns.make("async", {**STALE, "options": {"turns": "together"}}, *SLOW)
     run.observers = Observers([Observer("chatlearn_rollout_end", "test 1", keep, ("step", "samples"))])
     await run.train()
     assert len(taken) == 36
@@ -74,6 +78,29 @@ async def test_only_sampled_tokens_are_trained_on_whatever_weights_sampled_them(
     assert any(len(spans) > 1 for both in versions for spans in both), "a sync within a turn"
     await completed("sync", {}, *SLOW[1:])
     assert two_turns.trained("async") == two_turns.trained("sync")
+
+
+def test_the_plan_says_whether_a_slow_tool_delays_other_rollouts(two_turns: Any) -> None:
+    free = "turns: each rollout asks for its next turn at once; a slow tool delays no other rollout"
+    together = "turns: rollouts of a step ask for their next turn together; the slowest tool delays them all"
+    assert free in two_turns.assemble("a", STALE).mode
+    assert together in two_turns.assemble("b", {**STALE, "options": {"turns": "together"}}).mode
+    assert together in two_turns.assemble("c", {"mode": "async", "max_staleness": 0}).mode
+    assert together in two_turns.assemble("d", {"mode": "one_step_off"}).mode
+
+
+async def test_a_rollout_of_one_turn_is_the_completion_of_generate_bit_for_bit(
+    two_turns: Any, completed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import again_environment  # type: ignore[import-not-found]  # written by the fixture
+
+    monkeypatch.setattr(again_environment.Again, "num_turns", 1)
+    content = two_turns.content
+    found = await completed("environment", {}, "train.steps=2")
+    del content["roles"]["again"], content["algorithm"]["options"]["roles"]
+    expected = await completed("generate", {}, "train.steps=2")
+    assert found == expected
+    assert expected["metrics"][-1]["policy/grad_norm"] > 0, "something is learned"
 
 
 async def test_a_stopped_run_trains_on_every_rollout_once(two_turns: Any, completed: Any) -> None:

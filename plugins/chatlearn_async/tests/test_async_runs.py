@@ -58,7 +58,8 @@ async def test_steps_train_on_the_samples_of_sync_within_the_bound(runs: Any, co
     assert found["totals"]["samples/trained"] == 6 * 3 * 2
     cuts = admissions(runs.folder / "async")
     assert [line["step"] for line in cuts] == [1, 2, 3, 4, 5, 6]
-    assert any(0 < tokens < 24 for line in cuts for tokens in line["unfinished"].values())
+    found_unfinished = [made for line in cuts for made in line["unfinished"].values()]
+    assert any(tokens is not None and 0 < tokens < 24 for made in found_unfinished for tokens in made.values())
     drawn = [json.loads(line) for line in (runs.folder / "async" / timeline.FILE).read_text().splitlines()]
     assert [line["step"] for line in drawn] == [1, 2, 3, 4, 5, 6]
     waited = [sum(stop - start for start, stop in line["waiting"]) for line in drawn]
@@ -74,10 +75,17 @@ async def test_steps_train_on_the_samples_of_sync_within_the_bound(runs: Any, co
 
 
 @pytest.mark.parametrize(
-    ("how", "fleet_rule"), [("abort", "barrier"), ("pause", "barrier"), ("wait", "barrier"), ("wait", "rolling")]
+    ("how", "fleet_rule", "backend"),
+    [
+        ("abort", "barrier", "fake"),
+        ("pause", "barrier", "fake_keeping"),
+        ("wait", "rolling", "fake"),
+        ("continue", "rolling", "fake"),
+        ("continue", "rolling", "fake_keeping"),
+    ],
 )
 async def test_every_token_has_the_version_and_the_logprob_of_the_weights_that_sampled_it(
-    how: str, fleet_rule: str, runs: Any, completed: Any
+    how: str, fleet_rule: str, backend: str, runs: Any, completed: Any
 ) -> None:
     """The generator samples by keyed random numbers; here only that versions rise within a completion, and whether it
     has several, depends on what a weight sync does.
@@ -87,7 +95,8 @@ async def test_every_token_has_the_version_and_the_logprob_of_the_weights_that_s
     def keep(step: int, samples: Any) -> None:
         spans.extend([(s.start, s.stop, s.version) for s in sample.turns[0].version_spans] for sample in samples)
 
-    run = runs.make(how, {**STALE, "options": {"during_sync": how}}, SLOW, f"weight_sync.fleet_rule={fleet_rule}")
+    settings = (SLOW, f"weight_sync.fleet_rule={fleet_rule}", f"roles.generator.backend={backend}")
+    run = runs.make(how, {**STALE, "options": {"during_sync": how}}, *settings)
     run.observers = Observers([Observer("chatlearn_rollout_end", "test 1", keep, ("step", "samples"))])
     await run.train()
     assert len(spans) == 36
@@ -134,17 +143,20 @@ async def test_one_step_off_is_one_version_old_and_repeatable(runs: Any, complet
 
 
 @pytest.mark.parametrize(
-    ("mode", "stop"),
+    ("mode", "fleet_rule", "stop"),
     [
-        ("one_step_off", "chatlearn_weights_synced"),
-        ("async", "chatlearn_rollout_end"),
-        ("async", "chatlearn_weights_synced"),
-        ("async", "chatlearn_checkpoint_saved"),
+        ("one_step_off", "barrier", "chatlearn_weights_synced"),
+        ("async", "barrier", "chatlearn_rollout_end"),
+        ("async", "barrier", "chatlearn_weights_synced"),
+        ("async", "rolling", "chatlearn_checkpoint_saved"),
     ],
 )
-async def test_a_stopped_run_goes_on_with_what_was_in_flight(mode: str, stop: str, runs: Any, completed: Any) -> None:
+async def test_a_stopped_run_goes_on_with_what_was_in_flight(
+    mode: str, fleet_rule: str, stop: str, runs: Any, completed: Any
+) -> None:
     rollout = {"mode": mode} if mode == "one_step_off" else STALE
-    undisturbed = await completed("undisturbed", rollout, SLOW)
+    settings = (SLOW, f"weight_sync.fleet_rule={fleet_rule}")
+    undisturbed = await completed("undisturbed", rollout, *settings)
     calls: Counter[str] = Counter()
 
     def interrupt() -> None:
@@ -152,12 +164,12 @@ async def test_a_stopped_run_goes_on_with_what_was_in_flight(mode: str, stop: st
         if calls["all"] == 4:
             running.cancel()
 
-    run = runs.make("stopped", rollout, SLOW)
+    run = runs.make("stopped", rollout, *settings)
     run.observers = Observers([Observer(stop, "test 1", interrupt, ())])
     running = asyncio.ensure_future(run.train())
     with pytest.raises(Interrupted):
         await running
-    found = await completed("stopped", rollout, SLOW)
+    found = await completed("stopped", rollout, *settings)
     assert runs.trained("stopped") == runs.trained("undisturbed"), "nothing is lost or trained on twice"
     assert found["totals"] == undisturbed["totals"] or mode == "async"
     for name in ("samples/admitted", "samples/total", "samples/trained", "samples/excluded"):

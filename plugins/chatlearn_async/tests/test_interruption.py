@@ -35,7 +35,7 @@ async def test_requests_of_rollouts_that_have_not_ended_yet_end_with_it() -> Non
     source = InterruptibleCompletions(rollouts, ["generator"], "abort")  # type: ignore[arg-type]  # the part it uses
     asked = [GenerateRequest(name, np.arange(3), SamplingParams(4, seed=1), name) for name in ("a", "b")]
     open_calls = [
-        asyncio.ensure_future(source.completion("generator", SimpleNamespace(generate_request=one)))  # type: ignore[arg-type]  # as above
+        asyncio.ensure_future(source.completion("generator", SimpleNamespace(sample_id=one.id, generate_request=one)))  # type: ignore[arg-type]  # as above
         for one in asked
     ]
     for _ in range(3):

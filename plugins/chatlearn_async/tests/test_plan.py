@@ -12,6 +12,7 @@ from chatlearn_async.options import AsyncOptions, OneStepOffOptions
 from chatlearn_core.exceptions import ConfigError
 
 ASYNC = {"mode": "async", "max_staleness": 3}
+ROLLING = "weight_sync.fleet_rule=rolling"
 FORGETFUL = "roles.generator.backend=fake_forgetful"
 
 
@@ -32,12 +33,14 @@ def test_sync_and_async_without_staleness_take_turns(runs: Any) -> None:
         ),
         ({"during_sync": "wait"}, [], "wait until every rollout has ended"),
         ({}, [FORGETFUL], "wait until every rollout has ended"),
+        ({}, [FORGETFUL, ROLLING], "wait until every rollout has ended"),
+        ({"replay": "a.jsonl"}, [ROLLING], "of generator (fake) are aborted and resume from their tokens under"),
     ],
 )
 def test_the_plan_says_what_generators_do_at_a_weight_sync(
     options: dict[str, Any], overrides: list[str], line: str, runs: Any
 ) -> None:
-    first, second = runs.assemble("a", {**ASYNC, "options": options}, *overrides).mode
+    first, second, *_ = runs.assemble("a", {**ASYNC, "options": options}, *overrides).mode
     assert first == (
         "async: rollouts are made up to 3 step(s) ahead; tokens are at most 3 policy version(s) old when they are "
         "trained on"
@@ -47,8 +50,39 @@ def test_the_plan_says_what_generators_do_at_a_weight_sync(
 
 
 @pytest.mark.parametrize(
+    ("backend", "text"),
+    [
+        ("fake", "of generator (fake) are aborted and resume from their tokens on other replicas"),
+        ("fake_keeping", "of generator (fake_keeping) stay in the engine with the KV cache of the old weights"),
+    ],
+)
+def test_where_replicas_load_in_turns_the_others_go_on(backend: str, text: str, runs: Any) -> None:
+    _, *lines = runs.assemble("a", ASYNC, ROLLING, f"roles.generator.backend={backend}").mode
+    assert lines == [
+        "at a weight sync: completions go on, except on the replicas whose turn it is to load weights",
+        f"at a weight sync: unfinished completions of these replicas {text}",
+    ]
+
+
+@pytest.mark.parametrize(
     ("rollout", "overrides", "message"),
     [
+        (
+            {**ASYNC, "options": {"during_sync": "continue"}},
+            [],
+            "during_sync is 'continue', but weight_sync.fleet_rule is 'barrier', with which all replicas load at once. "
+            "Set it to rolling",
+        ),
+        (
+            {**ASYNC, "options": {"during_sync": "continue"}},
+            [ROLLING, FORGETFUL],
+            r"is 'continue', but generator 'fake_forgetful' \(roles.generator\) does not resume completions",
+        ),
+        (
+            {**ASYNC, "options": {"during_sync": "continue", "replay": "admissions.jsonl"}},
+            [ROLLING],
+            "which only during_sync: abort determines; it is 'continue'. Remove replay, or set during_sync: abort",
+        ),
         (
             {**ASYNC, "options": {"during_sync": "abort"}},
             [FORGETFUL],
@@ -79,6 +113,17 @@ def test_the_plan_says_what_generators_do_at_a_weight_sync(
             [],
             "rollout.max_staleness is 3, but with rollout.mode one_step_off every token is one policy version old",
         ),
+        (
+            {"mode": "async", "max_staleness": 0, "options": {"turns": "free"}},
+            [],
+            "rollout.options.turns is 'free', but with rollout.max_staleness 0 a run equals one with rollout.mode",
+        ),
+        (
+            {**ASYNC, "options": {"turns": "together", "replay": "admissions.jsonl"}},
+            [],
+            "turns is 'together', but the record of rollout.options.replay says when each turn was sampled. Remove",
+        ),
+        ({"mode": "one_step_off", "options": {"turns": "free"}}, [], "rollout.options.turns: .*unknown"),
         ({"mode": "asinc"}, [], "Did you mean 'async'"),
         ({"mode": "async"}, ["algorithm.options.importance_correction=none"], "treat them as on-policy"),
     ],

@@ -137,15 +137,16 @@ async def test_the_lengths_that_are_trained_on_are_those_that_were_drawn() -> No
 
 
 async def test_what_a_checkpoint_holds_is_in_the_order_of_the_draws() -> None:
-    """A long completion of an early wave is unfinished, while a later wave is finished."""
+    """A long completion of an early wave is unfinished, while the others of its wave and a later wave are finished."""
     paced = Paced()
     await paced.producer.updates_done()
     for step in (1, 2, 3):
         await paced.step(step, turns=20)
     pending = paced.producer.pending
     assert [group.draw.seed_key for group in pending] == [str(n) for n in range(12, 24)]
-    assert [group.is_finished for group in pending] == [True] * 4 + [False] * 4 + [True] * 4
-    partial = {g.draw.seed_key: g.progress[0].num_tokens for g in pending if not g.is_finished}
+    assert [group.is_finished for group in pending] == [True] * 5 + [False] + [True] * 6
+    made = {g.draw.seed_key: g.progress[0].turns for g in pending if not g.is_finished}
+    partial = {key: requests[f"{key}@0#0"].num_tokens for key, requests in made.items()}
     assert 0 < partial["17"] < LONGEST, "drawn in step 2, and sampled under versions 1 and 2"
     await paced.producer.close()
 

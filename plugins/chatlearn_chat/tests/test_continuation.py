@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from chatlearn_chat import ChatTemplateRenderer
 from chatlearn_core.exceptions import DataError
+from chatlearn_testing.published_templates import published_template
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}"
@@ -38,14 +39,14 @@ QUESTION = {"role": "user", "content": "one"}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
 
 
-def tokenizer_of(template: str, end: str) -> Any:
+def tokenizer_of(template: str, end: str, special: tuple[str, ...] = SPECIAL) -> Any:
     """Byte by byte, but for the special tokens."""
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     made = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=end, bos_token="<bos>")
-    fast.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    fast.add_special_tokens({"additional_special_tokens": list(special)})
     fast.chat_template = template
     return fast
 
@@ -80,6 +81,33 @@ def test_the_text_behind_a_sampled_turn(template: str, end: str | None, answer: 
     assert tokenizer.decode(ids) == added
     forged = reply["content"].count("<|im_end|>")
     assert (ids == tokenizer.convert_tokens_to_ids("<|im_end|>")).sum() == added.count("<|im_end|>") - forged
+
+
+@pytest.mark.parametrize(
+    ("file", "special", "end", "answer", "reply", "added"),
+    [
+        ("gptoss", ("<|start|>", "<|message|>", "<|end|>", "<|return|>"), None, "two", "user",
+         "<|end|><|start|>user<|message|>1<|end|><|start|>assistant"),
+        ("glm4moe", ("<|user|>", "<|assistant|>", "<|observation|>"), None, "<think>so</think>two", "user",
+         "<|user|>\n1<|assistant|>"),
+        ("glm4moe", ("<|user|>", "<|assistant|>", "<|observation|>"), "<|observation|>", "<think>so</think>two", "user",
+         "<|user|>\n1<|assistant|>"),
+        ("glm4moe", ("<|user|>", "<|assistant|>", "<|observation|>"), None, None, "tool",
+         "<|observation|>\n<tool_response>\n1\n</tool_response><|assistant|>"),
+        ("phi3", ("<|user|>", "<|assistant|>", "<|end|>", "<eos>"), "<eos>", "two", "user",
+         "\n<|user|>\n1<|end|>\n<|assistant|>\n"),
+    ],
+)  # fmt: skip
+def test_templates_that_end_earlier_turns_in_another_way(
+    file: str, special: Any, end: str | None, answer: Any, reply: str, added: str
+) -> None:
+    """Published templates, whose texts are the expectation: gpt-oss writes ``<|return|>`` only behind a last turn, GLM
+    ends no turn and strips thoughts, Phi-3 appends its end of sequence to every text without a generation prompt."""
+    tokenizer = tokenizer_of(published_template(file), special[-1], special)
+    turn = CALLING if answer is None else {"role": "assistant", "content": answer}
+    end_id = None if end is None else tokenizer.convert_tokens_to_ids(end)
+    ids = ChatTemplateRenderer(tokenizer).continuation([QUESTION, turn, {"role": reply, "content": "1"}], 1, end_id)
+    assert tokenizer.decode(ids) == added
 
 
 def test_several_turns_and_messages() -> None:

@@ -32,6 +32,7 @@ def test_a_plain_string_becomes_one_user_message(tokenizer: Any) -> None:
 def test_the_system_prompt_goes_first_unless_there_is_one(tokenizer: Any) -> None:
     renderer = ChatTemplateRenderer(tokenizer, system_prompt="Think.")
     assert renderer.prompt("Hi").text == "[system]Think.[user]Hi[assistant]"
+    assert [message["content"] for message in renderer.prompt("Hi").messages] == ["Think.", "Hi"]
     assert renderer.prompt(CHAT).text == "[system]Be brief.[user]Hi[assistant]"
 
 

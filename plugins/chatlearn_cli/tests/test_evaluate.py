@@ -12,11 +12,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from chatlearn_cli.evaluate import _checkpoints, _only_sets, _print_table
+from chatlearn_cli.evaluate import _checkpoints, _only_sets, _print_table, _with_model
 from chatlearn_cli.evaluation_plot import Panel, Point, plot, ticks
 from chatlearn_cli.evaluation_results import Evaluated, as_csv, as_panels, write_results
+from chatlearn_core.config.load import load_config
 from chatlearn_core.exceptions import ChatLearnError, CheckpointError, ConfigError
 from chatlearn_core.executor.checkpoint import CheckpointStore
+from chatlearn_core.plugins.loader import discover_plugins
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -86,6 +88,38 @@ def test_sets_are_picked_by_name() -> None:
 class _Assembly:
     def __init__(self, loaded: Any, evaluations: Any) -> None:
         self.loaded, self.evaluations = loaded, evaluations
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, {"model": "trained", "reference": "base", "trainer": None}),
+        ({"reference": "other"}, {"model": "trained", "reference": "other", "trainer": None}),
+        ({"trainer": "other"}, {"model": "trained", "reference": "base", "trainer": "trained"}),
+    ],
+)
+def test_only_the_trained_role_has_the_evaluated_model(tmp_path: Path, own: Any, expected: Any) -> None:
+    (tmp_path / "pairs.jsonl").write_text("")
+    for name in ("base", "trained", "other"):
+        (tmp_path / name).mkdir()
+    roles: dict[str, Any] = {name: {"kind": "trainer", "backend": "fsdp"} for name in ("trainer", "reference")}
+    for name, model in own.items():
+        roles[name]["model"] = {"path": str(tmp_path / model)}
+    content = {
+        "output_dir": str(tmp_path / "run"),
+        "model": {"path": str(tmp_path / "base"), "max_length": 64},
+        "data": {"train": [{"path": str(tmp_path / "pairs.jsonl"), "format": "preference"}]},
+        "algorithm": {"name": "dpo"},
+        "roles": roles,
+        "train": {"steps": 1, "prompts_per_step": 1},
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(content))
+    registry = discover_plugins()
+    config = _with_model(load_config(file, (), registry), file, None, str(tmp_path / "trained"), registry).config
+    models = {"model": config.model, **{name: role.model for name, role in config.roles.items()}}
+    assert {name: model and Path(model.path).name for name, model in models.items()} == expected
+    assert all(model is None or model.max_length == 64 for name, model in models.items() if name not in own)
 
 
 def test_files_hold_every_model_and_metric(tmp_path: Path) -> None:

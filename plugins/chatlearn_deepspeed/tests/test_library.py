@@ -31,18 +31,35 @@ def test_a_lock_of_a_killed_build_is_named(tmp_path) -> None:
     library.wait_for_lock(tmp_path)
     lock = tmp_path / "lock"
     lock.touch()
+    with pytest.raises(BackendError, match=rf"no process of this machine has it open.*delete it: rm {lock}"):
+        library.wait_for_lock(tmp_path)
     old = time.time() - 2 * library.LONGEST_BUILD_S
     os.utime(lock, (old, old))
-    with pytest.raises(BackendError, match=f"delete it: rm {lock}"):
+    with lock.open(), pytest.raises(BackendError, match=f"it is 1800 s old. .*delete it: rm {lock}"):
         library.wait_for_lock(tmp_path)
 
 
-def test_a_young_lock_is_waited_for(tmp_path, monkeypatch) -> None:
-    lock = tmp_path / "lock"
-    lock.touch()
-    monkeypatch.setattr(library.time, "sleep", lambda seconds: lock.unlink())
-    library.wait_for_lock(tmp_path)
-    assert not lock.exists()
+def test_a_build_under_way_is_waited_for_and_logged(tmp_path, monkeypatch, caplog) -> None:
+    """For 40 seconds of polls: a line at the start, and one after 30."""
+    lock, polls = tmp_path / "lock", []
+
+    def sleep(seconds) -> None:
+        polls.append(seconds)
+        if sum(polls) >= 40:
+            lock.unlink()
+
+    monkeypatch.setattr(library.time, "sleep", sleep)
+    with lock.open("w"):
+        library.wait_for_lock(tmp_path)
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
+        f"waiting for another process that builds in {tmp_path}"
+    ] * 2
+
+
+def test_a_lock_may_be_in_use_where_processes_cannot_be_seen(tmp_path, monkeypatch) -> None:
+    assert library._is_open(tmp_path) is False
+    monkeypatch.setattr(library.Path, "glob", lambda *_: iter(()))
+    assert library._is_open(tmp_path) is None
 
 
 @pytest.mark.engine

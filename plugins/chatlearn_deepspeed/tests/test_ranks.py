@@ -22,6 +22,7 @@ def paths(tmp_path_factory):
     root = tmp_path_factory.mktemp("ranks")
     build_tiny_model(root / "model", "qwen3")
     build_tiny_model(root / "other", "qwen3", seed=1)
+    build_tiny_model(root / "mixture", "qwen3_moe")
     return root
 
 
@@ -47,6 +48,7 @@ def answers(run_jobs, seven_sequences, paths):
         "lora3": job(3, updates=2, options=LORA, save=str(paths / "adapters"), export=str(paths / "merged")),
         "lora-one": job(2, EVERYTHING, updates=2, options=LORA),
         "reference3": job(3, updates=0, trainable=False),
+        "mixture3": job(3) | {"model": str(paths / "mixture")},
     }
     return run_jobs(jobs, seven_sequences, paths / "answers")
 
@@ -101,6 +103,43 @@ def test_gathering_is_bounded_by_buckets(answers) -> None:
         assert rank["gathered"][BUCKET] <= max(BUCKET, largest) < 0.7 * total
         assert rank["gathered"][1 << 30] >= 0.99 * total, "the measure sees what is gathered"
         assert rank["live_bytes"]["weights"] < 0.6 * total, "a half, and buffers"
+
+
+@pytest.mark.parametrize("job", ["save2", "save3", "bfloat16-3", "lora3", "reference3", "mixture3"])
+def test_boxes_of_all_ranks_cover_every_tensor_once(answers, job) -> None:
+    """Nothing is gathered for them, save what is put together: experts, and weights with adapters."""
+    ranks = answers[job]
+    whole = ranks[0]["weights"]
+    found = {name: torch.full_like(tensor, torch.nan) for name, tensor in whole.items()}
+    for rank in ranks:
+        assert rank["boxes"]
+        for name, shape, box, tensor in rank["boxes"]:
+            assert shape == tuple(whole[name].shape)
+            place = found[name][tuple(slice(*side) for side in box)]
+            assert bool(place.isnan().all()), f"{name}: a part is streamed twice"
+            place.copy_(tensor)
+            assert tensor.dtype == place.dtype
+    assert_equal(found, whole)
+    if job in ("save3", "bfloat16-3", "reference3"):
+        assert all(rank["whole_for_boxes"] < 0.01 * sum(t.nbytes for t in whole.values()) for rank in ranks)
+        halves = [sum(box[3].nbytes for box in rank["boxes"]) for rank in ranks]
+        assert max(halves) < 0.55 * sum(halves)
+
+
+def test_adapters_stream_under_the_names_of_peft(answers, paths) -> None:
+    """They are what the merged weights differ by from the base: alpha / rank = 2 times B A."""
+    before, [first, second] = _before(paths), answers["lora3"]
+    assert_equal(first["adapter"], second["adapter"])
+    names, config = first["adapter_manifest"]
+    assert list(first["adapter"]) == names
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
+    adapted = [name.removesuffix(".lora_A.weight") for name in names if name.endswith(".lora_A.weight")]
+    assert len(names) == 2 * len(adapted) > 0
+    for module in adapted:
+        weight = module.removeprefix("base_model.model.") + ".weight"
+        up, down = (first["adapter"][f"{module}.lora_{side}.weight"] for side in "BA")
+        assert up.abs().max() > 0
+        torch.testing.assert_close(first["weights"][weight], before[weight] + 2 * up @ down, atol=1e-6, rtol=1e-5)
 
 
 def test_offloading_frees_memory_and_brings_it_back(answers) -> None:

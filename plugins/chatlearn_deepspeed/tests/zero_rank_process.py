@@ -70,6 +70,15 @@ def largest_gathered(trainer: DeepSpeedTrainer, bucket_bytes: int) -> int:
     return most
 
 
+def boxes_of(trainer: DeepSpeedTrainer) -> tuple[list[Any], int]:
+    """This rank's boxes, and the largest number of bytes of parameters that were whole meanwhile."""
+    zero, found, most = trainer._sharded(), [], 0
+    for shard in trainer.weights("boxes"):
+        most = max(most, sum(parameter.data.nbytes for parameter in zero.packed.parameters()))
+        found.append((shard.name, shard.global_shape, shard.box, shard.tensor.clone()))
+    return found, most
+
+
 async def take(trainer: DeepSpeedTrainer, decay: float, boxes: bool) -> None:
     """One refresh with 2 x the trainer's own weights, a half of each tensor's rows at a time if ``boxes``."""
     sent = {name: 2 * tensor for name, tensor in weights_of(trainer).items()}
@@ -121,6 +130,11 @@ def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
     if job["export"]:
         trainer.export_model(Path(job["export"]))
     answer["weights"] = weights_of(trainer)
+    answer["boxes"], answer["whole_for_boxes"] = boxes_of(trainer)
+    if job["options"].get("lora"):
+        manifest = trainer.manifest("adapter")
+        answer["adapter"] = {shard.name: shard.tensor.clone() for shard in trainer.weights(payload="adapter")}
+        answer["adapter_manifest"] = (list(manifest.tensors), manifest.adapter)
     if job["memory"]:
         answer["gathered"] = {size: largest_gathered(trainer, size) for size in job["memory"]}
         answer["live_bytes"] = {part: trainer.live_bytes(part) for part in ("weights", "optimizer")}

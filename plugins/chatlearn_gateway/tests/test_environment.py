@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from chatlearn_core.protocols import RoleContext, RolloutContext, RolloutOrder
 from chatlearn_core.types import Prompt, Rollout, SamplingParams
 from chatlearn_gateway.environment import AgentEnvironment
 from chatlearn_gateway.options import AgentOptions
+from chatlearn_hf.tiny import build_tiny_tokenizer
+from chatlearn_testing.fakes.scripted import Scripted
 
 AGENTS = """
 import time
@@ -69,6 +72,16 @@ async def hangs_asynchronously():
     except asyncio.CancelledError:
         RELEASED.append("cancelled")
         raise
+
+def asks_a_judge(base_url, api_key, model, example):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    assert [one.id for one in client.models.list()] == ["policy", "judge"]
+    mine = client.chat.completions.create(model=model, messages=example["messages"]).choices[0].message.content
+    judged = client.chat.completions.create(
+        model="judge", messages=[{"role": "user", "content": mine}], temperature=0.0, stop="!", stream=False
+    )
+    assert judged.model == "judge"
+    return {"reward": float(judged.choices[0].message.content)}
 
 def needs_more(base_url, api_key, temperature):
     pass
@@ -134,6 +147,40 @@ async def test_a_function_is_the_agent_and_gives_the_reward(played: Any) -> None
     assert sample.loss_mask.sum() == 8
     judged_by_flow = await played(agent("judged", reward="flow"), "it is 2")
     assert judged_by_flow.reward is None
+
+
+async def test_another_generator_is_a_model_whose_turns_are_not_recorded(tokenizer: Any, scripted: Any) -> None:
+    other = build_tiny_tokenizer(300)
+    judge, policy = Scripted(other, ["0.5"]), scripted("It is 2.")
+    handles = {
+        "policy": SimpleNamespace(tokenizer=tokenizer, max_length=400),
+        "judge": SimpleNamespace(tokenizer=other, max_length=300),
+    }
+    environment = AgentEnvironment(AgentOptions(**agent("asks_a_judge")), RoleContext("agent", handles=handles))
+    environment.setup()
+
+    async def generate(handle: str, request: Any) -> Any:
+        return await {"policy": policy, "judge": judge}[handle](handle, request)
+
+    messages = ({"role": "user", "content": "what is 1 + 1?"},)
+    prompt = Prompt("p", np.array([5], np.int64), "what is 1 + 1?", messages=messages)
+    order = RolloutOrder("p@0#0", "p@0", prompt, SamplingParams(100), 7, 400, 30.0, 1)
+    try:
+        made = await environment.rollout(prompt, RolloutContext(order, tokenizer, generate))
+    finally:
+        environment.close()
+    assert made.reward is not None
+    assert made.reward.value == 0.5
+    [sample] = made.samples
+    assert tokenizer.decode(sample.token_ids[sample.loss_mask], skip_special_tokens=True) == "It is 2."
+    assert sample.sequence_data["environment/other_models"] == 1.0
+    [asked] = judge.asked
+    text = "<|im_start|>user\nIt is 2.<|im_end|>\n<|im_start|>assistant\n"
+    assert asked.prompt_ids.tolist() == other.encode(text, add_special_tokens=False), "by its own tokenizer"
+    assert (asked.sampling.temperature, asked.sampling.stop) == (0.0, ("!",)), "as the agent asks"
+    named = AgentEnvironment(AgentOptions(**agent("asks_a_judge", model="judge")), RoleContext("x", handles=handles))
+    with pytest.raises(ConfigError, match="uses has a generator of this name, too"):
+        named.setup()
 
 
 async def test_a_plain_text_is_rendered_once(played: Any, tokenizer: Any) -> None:

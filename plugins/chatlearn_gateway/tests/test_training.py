@@ -40,6 +40,8 @@ def solve(base_url, api_key, model, example):
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         branch = client.responses.create(model=model, input="and now?", instructions="Say it.")
         assert branch.output_text is not None
+        judged = client.chat.completions.create(model="judge", messages=messages, temperature=0.5)
+        assert judged.model == "judge"
     root = base_url.removesuffix("/v1")
     with anthropic.Anthropic(base_url=root, api_key=api_key, max_retries=0) as client:
         question = [{"role": "user", "content": "and then?"}]
@@ -68,7 +70,7 @@ def test_a_run_trains_on_what_an_agent_did(tmp_path: Path, monkeypatch: pytest.M
             "agent": {
                 "kind": "environment",
                 "backend": "agent",
-                "uses": {"policy": "generator"},
+                "uses": {"judge": "generator", "policy": "generator"},
                 "timeout_s": 60.0,
                 "options": {"function": "black_box:solve", "reward": "agent"},
             },

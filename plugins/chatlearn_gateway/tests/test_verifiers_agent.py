@@ -16,9 +16,6 @@ from chatlearn_core.types import Prompt, Rollout, SamplingParams
 from chatlearn_gateway.environment import AgentEnvironment
 from chatlearn_gateway.options import AgentOptions
 
-pytest.importorskip("verifiers")
-pytestmark = pytest.mark.slow
-
 GUESSING = '''
 import verifiers as vf
 from datasets import Dataset

@@ -12,10 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, HostedProcessLostError, ReplicaLostError
+from chatlearn_core.exceptions import (
+    BackendError,
+    BackendTimeoutError,
+    HostedProcessLostError,
+    ReplicaLostError,
+    TrainerLostError,
+)
 from chatlearn_core.protocols import OnTokens
 from chatlearn_core.runtime.serial_executor import SerialExecutor
-from chatlearn_core.types import RAW_BASIS, Completion, GenerateRequest, SamplingParams
+from chatlearn_core.types import RAW_BASIS, Completion, GenerateRequest, SamplingParams, SyncReceipt
 from chatlearn_local.fleet import LocalFleet
 
 
@@ -88,6 +94,13 @@ class FakeGenerator:
             self.waiting.append(future)
             return await future
         return completion_of(request)
+
+    @property
+    def loader(self) -> FakeGenerator:
+        return self
+
+    async def fail(self, reason: str) -> None:
+        self.state = "dead"
 
     def die(self, error: Exception) -> None:
         self.state = "dead"
@@ -522,3 +535,139 @@ async def test_replicas_that_were_given_up_are_rebuilt_without_weights_and_not_c
         (1, ["setup"]),
     ]
     assert (fleet.num_restarts, fleet.resync) == (0, None)
+
+
+class Weights:
+    """Transfers weights to a fleet, and keeps which version each rebuilt replica got."""
+
+    def __init__(self, fleet: LocalFleet, kept: int | None = None) -> None:
+        self.fleet = fleet
+        self.kept = kept
+        """A version that the transport keeps."""
+        self.given: list[tuple[int, int]] = []
+        self.failures: list[Exception] = []
+        self.may_go = asyncio.Event()
+        self.may_go.set()
+
+    async def sync(self, version: int) -> None:
+        async def transfer() -> list[SyncReceipt]:
+            with self.fleet.loading(range(self.fleet.num_replicas)):
+                return [SyncReceipt(index, version, "serving") for index in range(self.fleet.num_replicas)]
+
+        await self.fleet.sync(version, transfer, self._transfer_to, lambda version: version == self.kept)
+
+    async def _transfer_to(self, index: int, version: int) -> SyncReceipt:
+        await self.may_go.wait()
+        if self.failures:
+            raise self.failures.pop()
+        self.given.append((index, version))
+        return SyncReceipt(index, version, "serving")
+
+
+async def dead_during_updates(
+    builder: Builder, executor: SerialExecutor, replicas: int, kept: int | None = None, max_restarts: int = 2
+) -> tuple[LocalFleet, Weights, asyncio.Task[Completion]]:
+    """A fleet whose replica 0 dies with a request after version 1, while updates change the weights."""
+    fleet = await started(builder, executor, replicas=replicas, max_restarts=max_restarts)
+    weights = Weights(fleet, kept)
+    await weights.sync(1)
+    await fleet.hold_rebuilds()
+    task = asyncio.create_task(fleet.generate(make_request(0), 0))
+    while not builder.built[0].waiting:
+        await asyncio.sleep(0)
+    builder.built[0].die(BackendError("killed"))
+    while fleet.num_restarts == 0 or builder.built[-1].state != "serving":
+        await asyncio.sleep(0)
+    await settled()
+    return fleet, weights, task
+
+
+async def test_the_last_replica_that_dies_during_updates_serves_their_version(executor: SerialExecutor) -> None:
+    builder = Builder("hold", "answer")
+    fleet, weights, task = await dead_during_updates(builder, executor, 1)
+    assert (weights.given, fleet.accepting, builder.built[1].requests) == ([], frozenset(), [])
+    await fleet.release_rebuilds(2)
+    assert weights.given == [(0, 2)], "never version 1, which the trainer no longer has"
+    assert (await task).request_id == "g#0"
+    builder.built[1].die(BackendError("killed, too"))
+    await fleet.revive()
+    assert weights.given == [(0, 2), (0, 2)]
+
+
+async def test_another_replica_takes_the_requests_of_one_that_died_during_updates(executor: SerialExecutor) -> None:
+    builder = Builder("hold", "answer")
+    fleet, weights, task = await dead_during_updates(builder, executor, 2)
+    other = builder.built[1]
+    while not other.waiting:
+        await asyncio.sleep(0)
+    other.waiting[0].set_result(completion_of(other.requests[0]))
+    assert (await task).request_id == "g#0"
+    await fleet.release_rebuilds(2)
+    assert (weights.given, fleet.accepting) == ([], {1}), "the sync that follows brings the weights"
+    await fleet.restart(0, fleet.replicas[0], BackendError("killed after the updates"))
+    assert (weights.given, fleet.accepting) == ([], {1})
+    await fleet.restart(1, fleet.replicas[1], BackendError("killed after the updates"))
+    assert (weights.given, fleet.accepting) == ([(1, 2)], {1}), "no other replica serves"
+    await weights.sync(2)
+    assert (weights.given, fleet.accepting) == ([(1, 2)], {0, 1})
+
+
+async def test_a_version_that_the_transport_keeps_reaches_a_replica_during_updates(executor: SerialExecutor) -> None:
+    builder = Builder("hold", "answer")
+    fleet, weights, task = await dead_during_updates(builder, executor, 1, kept=1)
+    assert (await task).request_id == "g#0"
+    await fleet.release_rebuilds(2)
+    builder.built[1].die(BackendError("killed, too"))
+    await fleet.revive()
+    assert weights.given == [(0, 1), (0, 1)]
+
+
+async def test_updates_begin_after_the_transfer_to_a_rebuilt_replica(executor: SerialExecutor) -> None:
+    builder = Builder("hold", "answer")
+    fleet = await started(builder, executor)
+    weights = Weights(fleet)
+    await weights.sync(1)
+    weights.may_go.clear()
+    [task] = await hold(fleet, builder, 1)
+    builder.built[0].die(BackendError("killed"))
+    while len(builder.built) < 2 or builder.built[1].state != "serving":
+        await asyncio.sleep(0)
+    await settled()
+    held = asyncio.create_task(fleet.hold_rebuilds())
+    await settled()
+    assert not held.done()
+    weights.may_go.set()
+    await held
+    assert weights.given == [(0, 1)]
+    await task
+
+
+async def test_a_request_that_waits_too_long_for_the_updates_says_so(executor: SerialExecutor) -> None:
+    fleet, _, task = await dead_during_updates(Builder("hold", "answer"), executor, 1)
+    fleet.timeout_s = 0.01
+    with pytest.raises(BackendTimeoutError) as caught:
+        await fleet.generate(make_request(1))
+    assert str(caught.value).endswith(
+        "within 0.01 s (roles.generator.timeout_s): replica 0 waits for the next version. Raise it, or "
+        "choose a weight sync that keeps each version (weight_sync.backend: checkpoint)"
+    )
+    fleet.timeout_s = 30.0
+    await fleet.release_rebuilds(2)
+    await task
+
+
+async def test_a_replica_that_fails_to_take_the_weights_after_updates_costs_another_restart(
+    executor: SerialExecutor,
+) -> None:
+    builder = Builder("hold", "answer")
+    fleet, weights, task = await dead_during_updates(builder, executor, 1)
+    weights.failures = [BackendError("the link broke")]
+    await fleet.release_rebuilds(2)
+    assert (fleet.num_restarts, weights.given, len(builder.built)) == (2, [(0, 2)], 3)
+    await task
+    fleet, weights, task = await dead_during_updates(Builder("hold", "answer"), executor, 1)
+    weights.failures = [TrainerLostError("rank 0 died")]
+    with pytest.raises(TrainerLostError):
+        await fleet.release_rebuilds(2)
+    assert fleet.num_restarts == 1
+    task.cancel()

@@ -38,6 +38,20 @@ class WatchedGenerator(FakeGenerator):
         super().__init__(FakeGeneratorOptions(), context)
         self.given = given
         self.all: Collection[WatchedGenerator] = ()
+        self.open_at_begin: list[int] = []
+        """Requests that could sample when it began to load."""
+        self.sampled_beside: set[int] = set()
+        """Which other replicas sampled while it loaded."""
+
+    def stop_serving(self) -> None:
+        super().stop_serving()
+        self.open_at_begin.append(0 if self._paused else len(self._running))
+
+    def _append_token(self, run: Any, forced: int | None = None) -> int:
+        for other in self.all:
+            if other.state == "loading":
+                other.sampled_beside.add(self.context.replica)
+        return super()._append_token(run, forced)
 
     async def generate(self, request: GenerateRequest, on_tokens: Any = None) -> Completion:
         states = tuple(replica.state for replica in self.all)
@@ -161,3 +175,28 @@ async def test_no_request_is_given_to_a_replica_that_loads_while_another_serves(
             assert versions[0] >= version_at[completion.request_id]
     last = await stand.fleet.generate(GenerateRequest("last", np.array([1]), SamplingParams(2, ignore_eos=True)))
     assert [span.version for span in last.version_spans] == [3]
+
+
+@pytest.mark.parametrize(("at_sync", "fleet_rule"), [("abort", "rolling"), ("pause", "rolling"), ("abort", "barrier")])
+async def test_only_requests_of_the_replicas_that_load_are_interrupted(
+    at_sync: Any, fleet_rule: str, make_stand: Callable[..., Any]
+) -> None:
+    stand: Stand = await make_stand(fleet_rule)
+    replicas: Any = stand.fleet.replicas
+    stand.fleet.at_sync = at_sync
+    endless = SamplingParams(60, ignore_eos=True)
+    asked = [GenerateRequest(f"{index}", np.array([1]), endless) for index in range(2 * NUM_REPLICAS)]
+    tasks = [asyncio.create_task(stand.fleet.generate(one, index % NUM_REPLICAS)) for index, one in enumerate(asked)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await stand.sync(1)
+    assert [replica.open_at_begin for replica in replicas] == [[0]] * NUM_REPLICAS
+    if fleet_rule == "rolling":
+        assert replicas[0].sampled_beside == {1, 2}
+    else:
+        assert [replica.sampled_beside for replica in replicas] == [set()] * NUM_REPLICAS
+    completions = await asyncio.gather(*tasks)
+    reasons = {completion.finish_reason for completion in completions}
+    assert reasons == ({"abort"} if at_sync == "abort" else {"length"})
+    if at_sync == "pause":
+        assert [[span.version for span in one.version_spans] for one in completions] == [[0, 1]] * len(asked)

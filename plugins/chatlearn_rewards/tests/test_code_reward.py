@@ -112,6 +112,12 @@ HOSTILE = {
     ),
     "loops": ("while True: pass", "timed_out", "timed_out"),
     "fills the memory": ("a = []\nwhile True: a.append(bytearray(1 << 24))", "out_of_memory", "out_of_memory"),
+    "fills the memory with several processes": (
+        "import os, time\nfor _ in range(6):\n if os.fork() == 0:\n  mine = bytearray(os.urandom(1 << 20)) * 60\n"
+        "  time.sleep(99)\ntime.sleep(99)",
+        "out_of_memory",
+        "out_of_memory",
+    ),
     "prints without end": ("while True: print('x' * 100000)", "too_much_output", "too_much_output"),
     "forks without end": ("import os\nwhile True: os.fork()", "raised", "raised"),
     "kills all": (

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from chatlearn_core.exceptions import ConfigError, DataError
 from chatlearn_core.protocols import ModelSource, RoleContext
@@ -25,7 +23,7 @@ from chatlearn_core.types import (
 )
 from chatlearn_core.types.sample import sample_with_tokens
 from chatlearn_hf.tiny import build_tiny_tokenizer
-from chatlearn_rewards.completion_steps import StepTokens, decoded_lengths, split_steps
+from chatlearn_rewards.completion_steps import StepTokens, split_steps
 from chatlearn_rewards.function_reward import FunctionReward
 from chatlearn_rewards.http_options import HttpOptions
 from chatlearn_rewards.http_reward import HttpReward
@@ -89,30 +87,6 @@ def pieces(sample: Sample, result: RewardResult) -> list[tuple[str, float]]:
 )
 def test_the_text_is_split_behind_delimiters(text: str, delimiter: str, steps: list[str]) -> None:
     assert [text[start:stop] for start, stop in split_steps(text, delimiter)] == steps
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.text(alphabet=st.sampled_from("ab \n=1é☃𝄞\ufffd"), max_size=24), st.randoms())
-def test_lengths_are_those_of_decoding_each_prefix(text: str, random: Any) -> None:
-    """However the text was cut into tokens, which need not be how the tokenizer would cut it."""
-    raw = TOKENIZER.encode(text, add_special_tokens=False)
-    ids = [one for piece in raw for one in split_at_random(piece, random)]
-    decoded, lengths = decoded_lengths(TOKENIZER, ids, skip_special_tokens=True)
-    assert decoded == text
-    for index in range(len(ids)):
-        whole = TOKENIZER.decode(ids[: index + 1])
-        if text.startswith(whole):
-            assert lengths[index] in (len(whole), len(whole.rstrip("\ufffd")))
-        else:
-            assert text[: lengths[index]] == whole[: lengths[index]], (
-                "an unfinished character counts with its last token"
-            )
-
-
-def split_at_random(token_id: int, random: Any) -> list[int]:
-    """The token, or the tokens of its bytes."""
-    token = TOKENIZER.convert_ids_to_tokens(token_id)
-    return [token_id] if random.random() < 0.5 else TOKENIZER.convert_tokens_to_ids(list(token))
 
 
 def test_steps_are_checked_and_end_with_their_last_token() -> None:

@@ -108,6 +108,8 @@ def _call(environments: LocalEnvironments) -> Any:
     """A flow's call on an environment whose role may have two turns."""
 
     class Source:
+        turns_together = True
+
         async def completion(self, role: str, request: Any) -> Completion:
             return await generate(role, request.generate_request)
 

@@ -166,6 +166,7 @@ class Scene:
             num_replicas=len(replicas),
             replicas=[FakeReplica(loader) for loader in self.loaders],
             loading=lambda indices: nullcontext(),
+            interrupted=lambda indices: nullcontext(),
         )
         senders = LocalSenders(plan, registry, LocalTrainer("trainer", trainer, self.executor))  # type: ignore[arg-type]  # the part that is used
         receivers = LocalReceivers(plan, registry, self.fleet)  # type: ignore[arg-type]  # likewise
@@ -464,3 +465,21 @@ async def test_a_receipt_tells_what_share_of_the_weights_travelled(scene: Scene)
 async def test_close_reaches_both_ends(scene: Scene) -> None:
     scene.transfer.close()
     assert scene.events == ["close sender", "close receiver", "close receiver"]
+
+
+async def test_a_replica_that_is_rebuilt_while_the_trainer_sends_takes_what_it_sends(
+    make_scene: Callable[..., Scene],
+) -> None:
+    """Replicas serve, and may die, until their turn."""
+    scene = make_scene(fleet_rule="rolling", replayable=True)
+    scene.sender.block = threading.Event()
+    syncing = asyncio.create_task(scene.sync(3))
+    while "send" not in scene.events:
+        await asyncio.sleep(0.001)
+    rebuilt = asyncio.create_task(scene.resync(1, 3))
+    await asyncio.sleep(0.01)
+    assert "begin b" not in scene.events
+    scene.sender.block.set()
+    assert (await rebuilt).state == "serving"
+    assert [receipt.state for receipt in await syncing] == ["serving", "serving"]
+    assert (scene.events.count("send"), scene.events.count("close receiver")) == (1, 1)

@@ -162,6 +162,61 @@ def test_one_that_does_not_end_is_ended(source, ended, sandbox):
     assert len(result.errors) <= 64 << 10
 
 
+SEVERAL = """
+import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        os.setsid()
+        mine = bytearray(os.urandom(1 << 20)) * 60
+        time.sleep(600)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "none"])
+def test_several_processes_may_not_fill_the_memory(sandbox, isolation):
+    """Each of seven has far less than a process may; together they have 360 MiB."""
+    limits = Limits(wall_s=20, memory_bytes=256 << 20, max_processes=8, total_memory_bytes=128 << 20)
+    result = judge(Sandbox(limits, isolation=isolation), SEVERAL)
+    assert (result.ended, result.code) == ("out_of_memory", None)
+
+
+def test_files_without_a_name_are_memory(sandbox):
+    """Forty of 8 MiB, none of them mapped: no limit of a process or of the disk sees them."""
+    source = """
+import os, time
+files = [os.memfd_create("x") for _ in range(40)]
+for file in files:
+    for _ in range(8):
+        os.write(file, bytes(1 << 20))
+time.sleep(600)
+"""
+    result = judge(Sandbox(Limits(wall_s=20, memory_bytes=256 << 20)), source)
+    assert result.ended == "out_of_memory", result
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="older kernels let only root limit the shared memory of a namespace")
+def test_there_is_no_shared_memory_that_outlives_its_process(sandbox):
+    source = "import ctypes; print(ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600))"
+    assert judge(sandbox, source).output == b"-1\n"
+
+
+def test_memory_that_processes_share_counts_once(sandbox):
+    """Six children of a process with 100 MiB that write nothing: 700 MiB would be over the limit of 256."""
+    source = """
+import os, time
+mine = bytearray(os.urandom(1 << 20)) * 100
+for _ in range(6):
+    if os.fork() == 0:
+        time.sleep(0.5)
+        os._exit(0)
+time.sleep(0.5)
+print("done")
+"""
+    result = judge(sandbox, source)
+    assert (result.ended, result.code, result.output) == ("exited", 0, b"done\n")
+
+
 def test_cpu_time_of_several_processes_is_limited_each(sandbox):
     result = judge(Sandbox(Limits(wall_s=20, cpu_s=1)), "while True: pass")
     assert (result.ended, result.code) == ("exited", -24)  # SIGXCPU

@@ -96,6 +96,7 @@ def make_transfer(tmp_path):
         fleet = SimpleNamespace(
             replicas=[FakeReplica(index, events) for index in range(num_replicas)],
             loading=lambda indices: nullcontext(),
+            interrupted=lambda indices: nullcontext(),
             lives=lives,
         )
         store = SimpleNamespace(put=lambda plan: plan)

@@ -154,6 +154,11 @@ class SamplingConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: NonNegative = 0
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    max_kept_ids: Positive | None = Field(
+        None,
+        description="Room for the ids that a token was sampled from, for truncated logprobs in training; by default "
+        "room for top_k and ties. A completion that needs more fails and is counted.",
+    )
 
 
 class RolloutConfig(Section):
@@ -211,7 +216,7 @@ class WeightSyncConfig(Section):
     export: Literal["auto", "full_tensors", "boxes"] = Field(
         "auto",
         description="full_tensors: trainer ranks gather each tensor. boxes: each rank sends the parts it holds. auto: "
-        "the transport's first choice among the forms that the trainer exports.",
+        "boxes where tensor, pipeline or expert parallel ranks hold parts; else the transport's first choice.",
     )
     payload: Literal["full", "adapter"] = Field(
         "full", description="full: the model, adapters merged in. adapter: only the LoRA adapters."

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +29,21 @@ JUMP_FLOOR = 1e-3
 """A difference below it is rounding, however small it was before."""
 JUMP_STEPS = (5, 20)
 """Minimum and maximum number of earlier steps that a jump is compared with."""
+STALE_KL = 0.03
+"""KL of tokens of older weights, nats, above which corrections no longer help: of the runs in
+``benchmarks/results/async_learning.json``, those below 0.02 learn, and those above it lose accuracy."""
+TREND_STEPS = JUMP_STEPS[1]
+"""Steps through which a line is fitted."""
+TREND_RISE, TREND_CORRELATION, TREND_FLOOR = 1.25, 0.7, 1e-4
+"""KL grows if the line rises by this multiple of its mean, fits this well, and ends above this value in nats. What
+rises for eight steps and stays, as staleness at the start of a run, rises by its mean alone."""
 MISMATCH_CAUSES = (
     "Likely causes: stale weights in the generator (a weight sync that did not reach all of it), different dtypes, "
     "another attention implementation, or logprobs of another temperature"
+)
+STALE_REMEDY = (
+    "Staleness grows, not the difference of the engines. Lower rollout.max_staleness or the learning rate, or bound "
+    "importance weights more strictly (algorithm.options.importance_threshold)"
 )
 JUMP_CAUSES = (
     "What changes from one step to the next: a weight sync that failed in part or left tied weights or a prefix cache "
@@ -39,14 +53,31 @@ JUMP_CAUSES = (
 
 
 class Alarms:
-    """Keeps counts over steps; returns sentences for the log."""
+    """Keeps counts over steps, which checkpoints hold; returns sentences for the log."""
 
     def __init__(self) -> None:
         self._equal_rewards = 0
         self._equal_value: float | None = None
         self._equal_groups = 0
-        self._differences: deque[float] = deque(maxlen=JUMP_STEPS[1])
-        self._stale_differences: deque[float] = deque(maxlen=JUMP_STEPS[1])
+        self._earlier: dict[str, deque[float]] = defaultdict(partial(deque, maxlen=TREND_STEPS))
+        """Metric -> its values in earlier steps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "equal_rewards": self._equal_rewards,
+            "equal_value": self._equal_value,
+            "equal_groups": self._equal_groups,
+            "earlier": {name: list(values) for name, values in self._earlier.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned."""
+        self._equal_rewards, self._equal_value = state["equal_rewards"], state["equal_value"]
+        self._equal_groups = state["equal_groups"]
+        self._earlier.clear()
+        for name, values in state["earlier"].items():
+            self._earlier[name].extend(values)
 
     def check(self, experience: Experience, metrics: Mapping[str, float]) -> list[str]:
         """Sentences about this step; empty if there is no alarm.
@@ -95,21 +126,59 @@ class Alarms:
 
     def mismatch(self, metrics: Mapping[str, float]) -> list[str]:
         """Sentences about the difference between generator and trainer, if these metrics contain it."""
-        return self._of_current(metrics) + self._of_stale(metrics)
+        return self._of_current(metrics) + self._of_stale(metrics) + self._growing(metrics)
+
+    def _growing(self, metrics: Mapping[str, float]) -> list[str]:
+        """Differences that grow too slowly for a jump."""
+        told: list[str] = []
+        if (line := self._line("mismatch/kl", metrics)) is not None:
+            told.append(
+                f"the difference between generator and trainer grows: KL of tokens of the current weights from "
+                f"{line[0]:.2g} to {line[1]:.2g} nats in {TREND_STEPS} steps. The engines' numerics differ more as the "
+                "weights change, staleness has no part in it: compare dtypes and attention, and raise their precision"
+            )
+        if (line := self._line("mismatch/stale_kl", metrics)) is not None:
+            told.append(
+                f"tokens of older weights move away from the policy: KL from {line[0]:.2g} to {line[1]:.2g} nats in "
+                f"{TREND_STEPS} steps. {STALE_REMEDY}"
+            )
+        return told
+
+    def _line(self, name: str, metrics: Mapping[str, float]) -> tuple[float, float] | None:
+        """Both ends of the line through the last values of a metric if it grows; they are then forgotten, so that this
+        is told again only after as many steps.
+        """
+        if name not in metrics:
+            return None
+        values = self._earlier[name]
+        values.append(metrics[name])
+        if len(values) < TREND_STEPS:
+            return None
+        steps = np.arange(TREND_STEPS)
+        last = list(values)[-TREND_STEPS:]
+        slope, start = np.polyfit(steps, last, 1)
+        end, rise = start + slope * (TREND_STEPS - 1), slope * (TREND_STEPS - 1)
+        if end < TREND_FLOOR or rise < TREND_RISE * np.mean(last) or np.corrcoef(steps, last)[0, 1] < TREND_CORRELATION:
+            return None
+        values.clear()
+        return max(0.0, float(start)), float(end)
 
     def _of_stale(self, metrics: Mapping[str, float]) -> list[str]:
         """Tokens of older weights: the difference grows with staleness and with the updates' sizes."""
-        difference = metrics.get("mismatch/stale_prob_diff_mean")
-        before = None if difference is None else _jump(self._stale_differences, difference)
+        difference, kl = metrics.get("mismatch/stale_prob_diff_mean"), metrics.get("mismatch/stale_kl", 0.0)
+        before = None if difference is None else _jump(self._earlier["mismatch/stale_prob_diff_mean"], difference)
         if before is None:
-            return []
+            if kl <= STALE_KL:
+                return []
+            return [
+                f"tokens of older weights are far from the policy: KL {kl:.2g} nats, above {STALE_KL:g}, where "
+                f"training has been seen to lose accuracy. {STALE_REMEDY}"
+            ]
         current = metrics.get("mismatch/prob_diff_mean")
         known = "" if current is None else f" (tokens of the current weights: {current:.2g})"
         return [
             f"tokens of older weights are further from the policy than before: mean probability difference "
-            f"{difference:.2g}{known}, median of earlier steps {before:.2g}. Staleness grows, not the difference of "
-            "the engines. Lower rollout.max_staleness or the learning rate, or bound importance weights more strictly "
-            "(algorithm.options.importance_threshold)"
+            f"{difference:.2g}{known}, median of earlier steps {before:.2g}. {STALE_REMEDY}"
         ]
 
     def _of_current(self, metrics: Mapping[str, float]) -> list[str]:
@@ -122,10 +191,11 @@ class Alarms:
                 f"{infinite:.1%} of the sampled tokens have no finite logprob with either the trainer or the "
                 f"generator: the two do not hold the same model. {MISMATCH_CAUSES}"
             ]
-        if (before := _jump(self._differences, difference)) is not None:
+        earlier = self._earlier["mismatch/prob_diff_mean"]
+        if (before := _jump(earlier, difference)) is not None:
             return [
                 f"the difference between generator and trainer jumped: mean probability difference {difference:.2g}, "
-                f"median of the {len(self._differences) - 1} steps before {before:.2g}. {JUMP_CAUSES}"
+                f"median of the {len(earlier) - 1} steps before {before:.2g}. {JUMP_CAUSES}"
             ]
         if difference > MISMATCH_PROB_DIFF:
             return [f"generator and trainer disagree: mean probability difference {difference:.3f}. {MISMATCH_CAUSES}"]

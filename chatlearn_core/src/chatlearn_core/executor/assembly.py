@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -46,7 +46,7 @@ from chatlearn_core.plugins.records import (
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Algorithm, AlgorithmContext
 from chatlearn_core.protocols.prompt_renderer import PromptRenderer
-from chatlearn_core.runtime.model_families import check_served_families, model_family
+from chatlearn_core.runtime.model_families import check_layouts, check_served_families, model_family
 from chatlearn_core.runtime.plan import RolePlan, RunPlan
 from chatlearn_core.types import LogprobBasis, SamplingParams
 
@@ -149,7 +149,8 @@ def assemble_flow(loaded: LoadedConfig, registry: PluginRegistry) -> FlowAssembl
         check_outputs(loaded, registry, one, {})
     num_kept_ids = max_kept_ids(loaded, graph, learning.losses, sampling_params(config.sampling))
     check_scores(loaded, graph)
-    check_uses(loaded, registry, _called(graph, evaluations.values(), learning))
+    called = {*learning.learners}.union(*(one.roles for one in (graph, *evaluations.values())))
+    check_uses(loaded, registry, called)
     check_partial_rollouts(config, graph)
     follow = [name for name, role in config.roles.items() if role.refresh is not None]
     check_stages(config, graph, (*learning.losses, *follow))
@@ -217,9 +218,10 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
             control_tokens=config.data.control_tokens,
             max_tokens=max_length,
         )
-    by_text = called_by_text(loaded, _called(flow.graph, flow.evaluations.values(), flow.learning))
+    by_text = called_by_text(loaded, [flow.graph, *flow.evaluations.values()], flow.learning.learners)
     models = check_role_models(loaded, family, flow.plan.roles, tokenizer, facts, by_text)
     check_served_families(loaded, models)
+    check_layouts(loaded, models)
     plan = with_vocab_sizes(flow.plan, {name: model.vocab_size for name, model in models.items()})
     stop_token_ids = _ends_of_turns(renderer, tokenizer)
     sampling = replace(sampling, stop_token_ids=stop_token_ids, max_kept_ids=flow.max_kept_ids)
@@ -451,11 +453,6 @@ def _given(kind: ExampleKindSpec) -> str | None:
 
 def _kinds(config: RunConfig) -> dict[str, str]:
     return {name: role.kind for name, role in config.roles.items()}
-
-
-def _called(graph: Graph, evaluations: Collection[Graph], learning: LearningPlan) -> frozenset[str]:
-    """The roles that the flow, the evaluations and losses call directly."""
-    return frozenset(learning.learners).union(*(one.roles for one in (graph, *evaluations)))
 
 
 def _uses(config: RunConfig) -> dict[str, frozenset[str]]:

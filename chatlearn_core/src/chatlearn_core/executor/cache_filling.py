@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from chatlearn_core.executor.assembly import Assembly
-from chatlearn_core.executor.cached_calls import CachedCalls, cached_nodes
+from chatlearn_core.executor.cached_calls import CachedCalls, asked_about, cached_nodes
 from chatlearn_core.executor.component_factory import build_runtime
 from chatlearn_core.executor.decisions import build_sampler, next_draws
-from chatlearn_core.flow import Node
+from chatlearn_core.flow import Graph, Node
 from chatlearn_core.metrics import Timers
 from chatlearn_core.types import ExampleDraw, Sample, SamplingParams, evaluation_draw
 
@@ -31,46 +31,61 @@ async def fill_cache(
     Raises:
         ChatLearnError: a role failed, or the disk.
     """
-    missing = cached.missing(_wanted(assembly, sampler_state, steps))
-    names = ", ".join(sorted(cached.roles))
-    if not missing:
-        return f"role {names}: everything that this run reads is in {cached.cache.path}; not started"
-    roles = {one.node.role: cached.roles[one.node.role] for one in missing}
-    alone = replace(assembly, plan=replace(assembly.plan, roles=roles, weight_syncs=()))
-    runtime = build_runtime(alone)
+    names, count, runtime = ", ".join(sorted(cached.roles)), 0, None
+    alone = replace(assembly, plan=replace(assembly.plan, roles=cached.roles, weight_syncs=()))
     try:
         with timers.measure("fill_cache"):
-            await runtime.start()
-            await cached.fill(runtime, missing)
+            for wanted in _wanted(assembly, sampler_state, steps):
+                missing = cached.missing(wanted)
+                if missing and runtime is None:
+                    runtime = build_runtime(alone)
+                    await runtime.start()
+                if runtime is not None:
+                    await cached.fill(runtime, missing)
+                count += sum(len(one.samples) for one in missing)
     finally:
-        await runtime.close()
-    count = sum(len(one.samples) for one in missing)
+        if runtime is not None:
+            await runtime.close()
+    if not count:
+        return f"role {names}: everything that this run reads is in {cached.cache.path}; not started"
     return f"role {names}: computed {count} sequences, which are kept in {cached.cache.path}; closed"
 
 
-def _wanted(
-    assembly: Assembly, sampler_state: dict[str, Any], steps: int
-) -> Iterator[tuple[Node, SamplingParams, Sequence[Sample]]]:
-    """Each kept call, with the samples that it will be made for."""
-    nodes = cached_nodes(assembly.graph)
-    if nodes:
-        draws = _expected_draws(assembly, sampler_state, steps)
-        samples = [sample for draw in draws for sample in assembly.kind.samples(draw)]
-        yield from ((node, assembly.sampling, samples) for node in nodes if node.role in assembly.cached_roles)
-    for one in assembly.evaluations:
-        for node in cached_nodes(one.graph):
-            if node.role in assembly.cached_roles:
-                draws = [evaluation_draw(example, one.name) for example in one.examples]
-                yield node, one.sampling, [sample for draw in draws for sample in assembly.eval_kind.samples(draw)]
+Wanted = tuple[Node, SamplingParams, Sequence[Sample]]
+"""A kept call, and samples whose outputs it requests."""
 
 
-def _expected_draws(assembly: Assembly, sampler_state: dict[str, Any], steps: int) -> list[ExampleDraw]:
-    """Return the examples that the run's sampler will draw, from a copy of it; all examples if it draws as many or
-    more.
+def _wanted(assembly: Assembly, sampler_state: dict[str, Any], steps: int) -> Iterator[list[Wanted]]:
+    """What is kept: of calls on a step's own samples at once, because a sample has the same outputs in every step; of
+    calls that request outputs of other samples step by step.
     """
-    count = steps * assembly.config.train.prompts_per_step
-    if count >= len(assembly.train_set):
-        return [ExampleDraw(example, 0, example.id) for example in assembly.train_set]
+    for node in _kept_nodes(assembly, assembly.graph):
+        by_step = node.method.other_samples is not None
+        for drawn in _expected_draws(assembly, sampler_state, steps, by_step=by_step):
+            samples = [sample for draw in drawn for sample in assembly.kind.samples(draw)]
+            yield [(node, assembly.sampling, asked_about(node, samples, assembly.max_length))]
+    for one in assembly.evaluations:
+        for node in _kept_nodes(assembly, one.graph):
+            draws = [evaluation_draw(example, one.name) for example in one.examples]
+            samples = [sample for draw in draws for sample in assembly.eval_kind.samples(draw)]
+            yield [(node, one.sampling, asked_about(node, samples, assembly.max_length))]
+
+
+def _kept_nodes(assembly: Assembly, graph: Graph) -> list[Node]:
+    return [node for node in cached_nodes(graph) if node.role in assembly.cached_roles]
+
+
+def _expected_draws(
+    assembly: Assembly, sampler_state: dict[str, Any], steps: int, *, by_step: bool
+) -> Iterator[list[ExampleDraw]]:
+    """Yield the examples that the run's sampler will draw, from a copy of it: those of each step, or all at once, which
+    are all examples if it draws as many or more.
+    """
+    prompts = assembly.config.train.prompts_per_step
+    if not by_step and steps * prompts >= len(assembly.train_set):
+        yield [ExampleDraw(example, 0, example.id) for example in assembly.train_set]
+        return
     sampler = build_sampler(assembly.loaded, assembly.registry, assembly.train_set.datasets)
     sampler.load_state_dict(sampler_state)
-    return next_draws(sampler, count) if count else []
+    batches = (next_draws(sampler, prompts) for _ in range(steps))
+    yield from batches if by_step else [[draw for batch in batches for draw in batch]]

@@ -1,7 +1,7 @@
 """Calls on frozen models whose results are kept on disk (``cache=True``): made once, before the roles of a run start.
 
 A role that is called in no other way is then not part of the run: it is built only while something is missing from the
-cache, and closed before any other role is. Its calls become reads, in the first stage of the flow.
+cache, and closed before any other role is. Its calls become reads.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from chatlearn_core.executor.output_cache import OutputCache, entry_key, model_i
 from chatlearn_core.executor.scheduler import FlowCall
 from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.flow import Graph, Node
+from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.protocols import Runtime
 from chatlearn_core.runtime.outputs import check_outputs
 from chatlearn_core.runtime.plan import RolePlan, RunPlan, origin_of
@@ -82,13 +83,28 @@ def reading_graph(graph: Graph, kept: Collection[str]) -> Graph:
         kept: roles of such calls.
     """
     nodes = tuple(
-        replace(node, method=replace(node.method, name=f"cache.read_{node.method.method}", action=f"{__name__}:read"))
+        replace(node, method=replace(node.method, name=f"cache.read_{node.method.method}", action=_reading(node)))
         if node.arguments.get("cache") and node.role in kept
         else node
         for node in graph.nodes
     )
     roles = {node.role: node.kind for node in nodes if node.function is None and node.kind != "cache"}
     return replace(graph, nodes=nodes, roles=roles)
+
+
+def _reading(node: Node) -> str:
+    """The action that reads what the call would compute: of other samples, the call's own action knows how."""
+    return node.method.action if node.method.other_samples else f"{__name__}:read"
+
+
+def asked_about(node: Node, samples: Sequence[Sample], max_length: int) -> Sequence[Sample]:
+    """The samples whose outputs a call on ``samples`` requests."""
+    present = [sample for sample in samples if sample.loss_mask.any()]
+    function = node.method.other_samples
+    if function is None or not present:
+        return present
+    others: Sequence[Sample] = resolve_import_string(function)(present, max_length)
+    return others
 
 
 @dataclass(slots=True)
@@ -112,6 +128,21 @@ class CachedCalls:
     def key(self, role: str, asked: OutputRequest, sample: Sample) -> bytes:
         """Of a sample's entry."""
         return entry_key(self.identity(role), asked, sample)
+
+    def arrays(self, call: FlowCall, sample: Sample) -> Mapping[str, npt.NDArray[Any]]:
+        """Output -> what the role computed of a sample.
+
+        Raises:
+            BackendError: it was not computed.
+        """
+        arrays = self.cache.read(self.key(call.node.role, output_request(call.node, call.sampling), sample))
+        if arrays is None:
+            raise BackendError(
+                f"{self.cache.path} has no {', '.join(call.node.fields)} of sample {sample.id!r}, which the sampler "
+                "was not expected to draw: it depends on what earlier steps measured. Set "
+                "algorithm.options.cache_reference to false"
+            )
+        return arrays
 
     def missing(self, wanted: Iterable[tuple[Node, SamplingParams, Sequence[Sample]]]) -> list[Missing]:
         """Return what calls on these samples must compute, each content once."""
@@ -183,24 +214,13 @@ class Missing:
 
 
 async def read(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
-    """Give each sample the role's outputs.
-
-    Raises:
-        BackendError: it was not computed.
-    """
+    """Give each sample the role's outputs. Raises: BackendError: they were not computed."""
     calls, node = call.cached, call.node
     assert calls is not None, "a graph that reads the cache runs with one"
-    asked = output_request(node, call.sampling)
     for sample in (sample for request in requests for sample in request.samples):
         if not sample.loss_mask.any():
             continue
-        arrays = calls.cache.read(calls.key(node.role, asked, sample))
-        if arrays is None:
-            fields = ", ".join(node.output_fields.values())
-            raise BackendError(
-                f"{calls.cache.path} has no {fields} of sample {sample.id!r}, which the sampler was not expected to "
-                "draw: it depends on what earlier steps measured. Set algorithm.options.cache_reference to false"
-            )
+        arrays = calls.arrays(call, sample)
         for spec in node.outputs:
             name = node.output_fields[spec.name]
             if spec.per == "sequence":

@@ -73,7 +73,7 @@ class LoopParts:
         during: Callable[[Phase], AbstractContextManager[None]] | None = None,
     ) -> FlowScheduler:
         """A scheduler for a graph, or for one stage of it."""
-        roles = self.assembly.plan.roles
+        plan = self.assembly.plan
         return FlowScheduler(
             graph,
             self.runtime,
@@ -84,8 +84,8 @@ class LoopParts:
             during=during,
             colocation=self.colocation,
             front=self.rollouts,
-            bases={name: declared_bases(role) for name, role in roles.items() if role.kind == "generator"},
-            roles=roles,
+            bases={name: declared_bases(role) for name, role in plan.roles.items() if role.kind == "generator"},
+            plan=plan,
             max_length=self.assembly.max_length,
             cached=self.cached,
         )

@@ -10,6 +10,7 @@ from chatlearn_core.exceptions import BackendError, BackendTimeoutError, RoleLos
 from chatlearn_core.executor.flow_calls import sampled_as
 from chatlearn_core.executor.scheduler import FlowCall
 from chatlearn_core.executor.step_samples import RolloutRequest, without_completion
+from chatlearn_core.plugins.records import EnvironmentSpec
 from chatlearn_core.protocols import RolloutOrder
 from chatlearn_core.runtime.plan import RolePlan
 from chatlearn_core.types import Completion, GenerateRequest, Rollout
@@ -19,18 +20,23 @@ class TurnWaves:
     """Synchronises the requests of concurrent rollouts: they proceed when every unfinished rollout has made one.
 
     This makes the generator's batches independent of how long environments take, so that a resumed run samples the same
-    tokens, bit for bit. The price: a slow tool delays the other rollouts of its step.
+    tokens, bit for bit. The price: a slow tool delays the other rollouts of its step. Where timing matters anyway
+    (``CompletionSource.turns_together``) nothing is synchronised.
 
     Args:
         num_rollouts: number of participating rollouts.
+        together: False: requests proceed at once.
     """
 
-    def __init__(self, num_rollouts: int) -> None:
+    def __init__(self, num_rollouts: int, together: bool = True) -> None:
+        self.together = together
         self._left = num_rollouts
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}
 
     async def join(self, index: int) -> None:
         """Rollout ``index`` makes a request: wait until all unfinished rollouts have made one."""
+        if not self.together:
+            return
         place = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(index, []).append(place)
         self._go_on()
@@ -65,13 +71,15 @@ class TurnWaves:
 
 async def rollout(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
     """Make the rollouts of all requests concurrently. A rollout that fails is excluded."""
-    waves = TurnWaves(len(requests))
+    waves = TurnWaves(len(requests), call.source.turns_together)
 
     async def one(index: int, request: RolloutRequest) -> None:
         try:
             await _one(call, request, lambda: waves.join(index))
         finally:
             waves.leave(index)
+        if not waves.together:
+            call.done(request)  # later calls need not wait for the slowest rollout
 
     async with asyncio.TaskGroup() as tasks:
         for index, request in enumerate(requests):
@@ -79,10 +87,10 @@ async def rollout(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
 
 
 async def _one(call: FlowCall, request: RolloutRequest, turn: Callable[[], Awaitable[None]]) -> None:
-    role = call.role
-    assert role is not None, "an environment is planned"
-    asked = request.generate_request
+    plan, asked = call.plan, request.generate_request
+    assert plan is not None, "an environment is planned"
     assert asked is not None, "an environment takes prompts"
+    role = plan.roles[call.node.role]
     order = RolloutOrder(
         id=request.sample_id,
         group_id=request.group_id,
@@ -96,7 +104,8 @@ async def _one(call: FlowCall, request: RolloutRequest, turn: Callable[[], Await
 
     async def generate(handle: str, wanted: GenerateRequest) -> Completion:
         await turn()
-        found = await call.source.completion(role.uses[handle], RolloutRequest(wanted.id, request.draw, wanted))
+        asking = RolloutRequest(request.sample_id, request.draw, wanted)
+        found = await call.source.completion(role.uses[handle], asking)
         assert found is not None, "partial rollouts are refused beside environments"
         [completion] = await call.runtime.data.aget_completions([found])
         return completion
@@ -116,11 +125,13 @@ async def _one(call: FlowCall, request: RolloutRequest, turn: Callable[[], Await
 
 
 def _take(request: RolloutRequest, made: Rollout, role: RolePlan) -> None:
-    generator = role.uses[next(iter(role.uses))]
+    record = role.backend.record
+    assert isinstance(record, EnvironmentSpec), f"role {role.name} is a {role.kind}"
+    generator = role.uses[record.uses[0]]
     samples = []
     for sample in made.samples:
         turns = tuple(replace(turn, generator=turn.generator or generator) for turn in sample.turns)
-        sample = replace(sample, turns=turns, reward=made.reward or sample.reward)
+        sample = replace(sample, turns=turns, reward=sample.reward or made.reward)
         if not sample.loss_mask.any():
             sample.exclusion = "empty_completion"
         if made.status == "failed":

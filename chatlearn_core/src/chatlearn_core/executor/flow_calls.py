@@ -67,7 +67,7 @@ async def _extend_one(call: FlowCall, request: RolloutRequest, number: int) -> N
     sampling = replace(sampled_as(call.node.arguments, request.sampling or call.sampling), seed=seed)
     turn = f"{request.sample_id}+{number + 1}"
     asked = GenerateRequest(turn, sample.token_ids, sampling, request.group_id, media=sample.media)
-    found = await _completion(call, RolloutRequest(turn, request.draw, asked))
+    found = await _completion(call, RolloutRequest(request.sample_id, request.draw, asked))
     if isinstance(found, Completion):
         request.sample = sample_with_turn(sample, found, generator=call.node.role, drop=call.fields)
     else:
@@ -108,7 +108,7 @@ async def _forced(call: FlowCall, request: RolloutRequest) -> tuple[Sample, Comp
         media=sample.media,
         forced_ids=cut(sample.token_ids, start, len(sample.token_ids)),
     )
-    found = await _completion(call, RolloutRequest(asked.id, request.draw, asked))
+    found = await _completion(call, RolloutRequest(request.sample_id, request.draw, asked))
     if isinstance(found, Completion):
         return sample, found
     if sample.exclusion is None:
@@ -216,7 +216,7 @@ def output_request(node: Node, sampling: SamplingParams) -> OutputRequest:
     """What a call on a trainer asks for, in a run that samples so."""
     arguments = {name: value for name, value in node.arguments.items() if name not in _NOT_OUTPUTS}
     temperature = node.arguments.get("temperature", sampling.temperature or 1.0)
-    return OutputRequest(frozenset(node.output_fields), temperature, arguments)
+    return OutputRequest(frozenset(node.method.outputs), temperature, arguments)
 
 
 async def apply_function(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -129,8 +129,8 @@ def check_scores(loaded: LoadedConfig, graph: Graph) -> None:
         if not record.scores:
             raise ConfigError(
                 f"{node.source}: {node.name} asks for logprobs of given tokens, which generator {record.name!r} (role "
-                f"{node.role!r}) does not give. Choose a generator that does (transformers), or a trainer role and its "
-                "method logprobs"
+                f"{node.role!r}) does not give. Choose a generator that does (transformers, vllm), or a trainer role "
+                "and its method logprobs"
             )
 
 
@@ -147,7 +147,7 @@ def check_uses(loaded: LoadedConfig, registry: PluginRegistry, roles: Collection
             if isinstance(record, GeneratorSpec) and use.scores and not record.scores:
                 raise ConfigError(
                     f"{key}.uses.{handle} is {used!r}: this reward asks it for logprobs of given tokens, which "
-                    f"generator {record.name!r} does not give. Choose a generator that does (transformers)"
+                    f"generator {record.name!r} does not give. Choose a generator that does (transformers, vllm)"
                     + (", or a trainer role" if "trainer" in use.kinds else "")
                 )
             if isinstance(record, TrainerSpec):
@@ -182,15 +182,17 @@ def _uses(loaded: LoadedConfig, name: str) -> Iterator[tuple[str, str, str, Role
             yield ".".join(map(str, path)), handle, used, replace(use, token_ids=ids)
 
 
-def called_by_text(loaded: LoadedConfig, called: Collection[str]) -> frozenset[str]:
-    """Roles that only rewards call, and only with text: they may have their own tokenizer.
+def called_by_text(loaded: LoadedConfig, graphs: Sequence[Graph], learners: Collection[str]) -> frozenset[str]:
+    """Roles that receive text alone, from rewards or flows: they may have their own tokenizer.
 
     Args:
-        called: roles that the flow, the evaluation and losses call directly.
+        graphs: the flow and the evaluations.
+        learners: roles that learn from the samples' tokens.
     """
-    by_text: set[str] = set()
-    by_ids: set[str] = set(called)
-    for name in called:
+    calls = [node for graph in graphs for node in graph.nodes if node.function is None]
+    by_text = {node.role for node in calls if node.method.by_text}
+    by_ids = {*learners, *(node.role for node in calls if not node.method.by_text)}
+    for name in by_text | by_ids:
         if loaded.config.roles[name].kind == "environment":
             by_ids |= loaded.config.roles[name].used_roles
         for _, _, used, use in _uses(loaded, name):

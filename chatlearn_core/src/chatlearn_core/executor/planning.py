@@ -193,7 +193,15 @@ def _weight_syncs(
                     f"weight_sync.backend {record.name!r} does not suit roles {policy.name!r} and {generator.name!r}: "
                     f"{'; '.join(reasons)}. Choose another transport, or 'auto'"
                 )
-        way = shared_way(trainer_record, generator_record, record, placement, config.weight_sync.payload, export)
+        way = shared_way(
+            trainer_record,
+            generator_record,
+            record,
+            placement,
+            config.weight_sync.payload,
+            export,
+            policy.backend.options,
+        )
         assert way is not None, "a transport that does not fit both ends is refused above"
         syncs.append(
             WeightRoute(
@@ -251,7 +259,7 @@ def _with_route(
             return replace(refresh, why_directory=str(error).splitlines()[0])
     model = registry.load_options(record)
     options = model(**{name: value for name, value in config.options.items() if name in model.model_fields})
-    way = shared_way(trainer, taker, record, placement, export=export)
+    way = shared_way(trainer, taker, record, placement, export=export, options=source.backend.options)
     assert way is not None, "a transport that does not suit both ends is not taken"
     route = WeightRoute(
         trainer=source.name,

@@ -16,7 +16,10 @@ from chatlearn_core.executor.rollout_buffer import RolloutBuffer
 from chatlearn_core.executor.rollouts.pending import Group
 from chatlearn_core.protocols.decisions import Stateful
 
-COUNTED = ("samples/admitted", "samples/total", "samples/trained", "samples/excluded", "perf/trained_tokens")
+COUNTED = (
+    *("samples/admitted", "samples/total", "samples/trained", "samples/excluded"),
+    *("rollout/discarded_tokens", "perf/trained_tokens"),
+)
 """Metrics summed over the whole run, in checkpoints and in the summary."""
 
 
@@ -57,6 +60,7 @@ class RunState:
     """States of the parts when the step was complete."""
 
     def __post_init__(self) -> None:
+        self.parts = {**self.parts, "alarms": self.alarms}
         self._initial = self._states = self._states_now()
 
     def _states_now(self) -> dict[str, dict[str, Any]]:
@@ -126,4 +130,4 @@ class RunState:
 
     def _start_over(self) -> None:
         """Forget everything recorded about steps that are repeated."""
-        self.alarms, self.line, self.pending, self.buffered = Alarms(), {}, (), None
+        self.line, self.pending, self.buffered = {}, (), None

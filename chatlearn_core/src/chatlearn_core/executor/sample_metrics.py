@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from chatlearn_core.executor.step_samples import num_sampled_tokens
 from chatlearn_core.types import UNGRADED, Metric, Metrics, Sample
 
 ENVIRONMENT = "environment/"
 """Begins the names in ``sequence_data`` by which environments count; their means over the samples are metrics."""
+
+DISCARDED = "rollout/discarded_tokens"
 
 
 def sample_metrics(samples: Sequence[Sample]) -> Metrics:
@@ -32,11 +35,17 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
 
 
 def exclusion_metrics(samples: Sequence[Sample]) -> Metrics:
-    """``samples/total``, ``samples/excluded`` and the number excluded for each reason."""
+    """``samples/total``, ``samples/excluded`` and the number excluded for each reason; the same of excluded samples'
+    sampled tokens (``rollout/discarded_tokens``).
+    """
     metrics: Metrics = {
         "samples/total": Metric(len(samples), reducer="sum"),
         "samples/excluded": Metric(sum(s.exclusion is not None for s in samples), reducer="sum"),
     }
-    for reason, count in Counter(s.exclusion.split(":")[0] for s in samples if s.exclusion).items():
-        metrics[f"samples/excluded/{reason.replace(' ', '_')}"] = Metric(count, reducer="sum")
-    return metrics
+    counts, tokens = Counter[str](), Counter[str]()
+    for sample in samples:
+        if sample.exclusion is not None:
+            reason = sample.exclusion.split(":")[0].replace(" ", "_")
+            counts[f"samples/excluded/{reason}"] += 1
+            tokens.update(dict.fromkeys((DISCARDED, f"{DISCARDED}/{reason}"), num_sampled_tokens([sample])))
+    return metrics | {name: Metric(count, reducer="sum") for name, count in (counts + tokens).items()}

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from chatlearn_core.batching import SamplePacker
@@ -27,7 +28,7 @@ from chatlearn_core.metrics import Timers
 from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.protocols import Runtime
 from chatlearn_core.runtime.boundary import Origin
-from chatlearn_core.runtime.plan import RolePlan, origin_of
+from chatlearn_core.runtime.plan import RunPlan, origin_of
 from chatlearn_core.types import Completion, Sample, SamplingParams
 
 if TYPE_CHECKING:
@@ -40,8 +41,13 @@ _PHASES = {"generator": Phase.GENERATING, "environment": Phase.GENERATING, "trai
 class CompletionSource(Protocol):
     """Answers the flow's calls on generators."""
 
+    turns_together: bool
+    """Whether the requests of concurrent rollouts proceed together, so that what an engine batches does not depend on
+    how long environments take."""
+
     async def completion(self, role: str, request: RolloutRequest) -> Completion | None:
-        """The completion of the generation request; None leaves the rollout out.
+        """The completion of the generation request; None leaves the rollout out. ``request.sample_id`` is that of the
+        rollout, which may make several requests.
 
         Raises:
             ReplicaLostError: a replica died and has no restarts left.
@@ -58,6 +64,8 @@ class GeneratorFront(CompletionSource, Protocol):
 
 class FleetCompletions:
     """Passes requests to the fleet directly, without a rollout manager."""
+
+    turns_together = True
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -89,8 +97,8 @@ class FlowCall:
     """Plugin and role that return the values, for messages."""
     bases: DeclaredBases | None = None
     """The bases that the generator declares for its logprobs."""
-    role: RolePlan | None = None
-    """The planned role; None for a role without a plan."""
+    plan: RunPlan | None = None
+    """The run's plan; None outside runs."""
     max_length: int = 1 << 62
     """Longest sequence of the run, tokens."""
     cached: CachedCalls | None = None
@@ -99,6 +107,8 @@ class FlowCall:
     """Packs the samples for all calls of this run of the flow."""
     fields: frozenset[str] = frozenset()
     """Names of all data that calls of this flow add to samples."""
+    done: Callable[[RolloutRequest], None] = lambda request: None
+    """Tells that the call is done for a request; an action may tell it before it is done for the others."""
 
 
 class FlowScheduler:
@@ -116,7 +126,7 @@ class FlowScheduler:
         colocation: leases devices for calls if roles share them; by default none do.
         front: answers calls on generators; the fleets themselves by default.
         bases: bases declared by the generators, by role; completions of other roles are not checked.
-        roles: the planned roles; messages about their results name their plugins.
+        plan: the run's; messages about results of its roles name their plugins.
         max_length: longest sequence of the run, tokens.
         cached: what the graph's reads read (``cached_calls.reading_graph``).
     """
@@ -134,7 +144,7 @@ class FlowScheduler:
         colocation: ColocationManager | None = None,
         front: GeneratorFront | None = None,
         bases: Mapping[str, DeclaredBases] | None = None,
-        roles: Mapping[str, RolePlan] | None = None,
+        plan: RunPlan | None = None,
         max_length: int = 1 << 62,
         cached: CachedCalls | None = None,
     ) -> None:
@@ -150,7 +160,8 @@ class FlowScheduler:
         self.colocation = colocation or ColocationManager(runtime)
         self.bases = bases or {}
         self.front = front or FleetCompletions(runtime)
-        self.roles = roles or {}
+        self.plan = plan
+        self.roles = plan.roles if plan else {}
         self._functions = FlowFunctions()
         self._fields = frozenset(name for node in graph.nodes for name in node.fields)
         self._actions = {node.index: resolve_import_string(node.method.action) for node in self.stage}
@@ -176,7 +187,9 @@ class FlowScheduler:
             ReplicaLostError: a generator died more often than its restart limit allows.
             BackendError: a trainer role failed, or every generation failed; the first cause.
         """
-        done = {node.index: [asyncio.Event() for _ in requests] for node in self.stage}
+        done = {node.index: {request.sample_id: asyncio.Event() for request in requests} for node in self.stage}
+        for request in requests:
+            request.calls_left = len(self.stage)
         if any(_PHASES.get(node.kind) is Phase.GENERATING for node in self.stage):
             self.front.begin()
         source, packer = source or self.front, packer or SamplePacker()
@@ -184,7 +197,7 @@ class FlowScheduler:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for node in self.stage:
-                    call = self._call(node, source, packer)
+                    call = self._call(node, source, packer, partial(_tell, done[node.index]))
                     tasks.create_task(self._run_node(call, requests, done, timers, leases.get(node.index)))
         except ExceptionGroup as group:
             raise _first(group) from group
@@ -216,27 +229,26 @@ class FlowScheduler:
         self,
         call: FlowCall,
         requests: Sequence[RolloutRequest],
-        done: dict[int, list[asyncio.Event]],
+        done: Mapping[int, Mapping[str, asyncio.Event]],
         timers: Timers,
         lease: DeviceLease | None,
     ) -> None:
         """Execute one call for all its samples, and signal each sample when it is done."""
         node = call.node
-        finished = done[node.index]
         own: list[int] = []
         for index, request in enumerate(requests):
             if not node.samples_of or request.maker is None or request.maker in node.samples_of:
                 own.append(index)
             else:
-                finished[index].set()
+                call.done(request)
         needs = [done[number] for number in node.inputs if number in done]
         ready: asyncio.Queue[int] = asyncio.Queue()
         with contextlib.ExitStack() as phase:  # lasts from the first call to the last
-            work = _Work(call, self._actions[node.index], requests, finished, timers, phase)
+            work = _Work(call, self._actions[node.index], requests, timers, phase)
             if node.granularity == "batch":
                 for events in needs:
                     for index in own:
-                        await events[index].wait()
+                        await events[requests[index].sample_id].wait()
                 async with lease or contextlib.nullcontext():
                     with self._generation(node, timers):
                         await self._carry_out(work, own)
@@ -248,7 +260,8 @@ class FlowScheduler:
                 with self._generation(node, timers):
                     async with asyncio.TaskGroup() as tasks:
                         for index in own:
-                            pending = [events[index] for events in needs if not events[index].is_set()]
+                            name = requests[index].sample_id
+                            pending = [events[name] for events in needs if not events[name].is_set()]
                             if pending:
                                 tasks.create_task(_announce(index, pending, ready))
                             else:
@@ -295,9 +308,11 @@ class FlowScheduler:
             with self._measured(node, work.timers):
                 await work.action(work.call, live)
         for index in unit:
-            work.finished[index].set()
+            work.call.done(work.requests[index])
 
-    def _call(self, node: Node, source: CompletionSource, packer: SamplePacker) -> FlowCall:
+    def _call(
+        self, node: Node, source: CompletionSource, packer: SamplePacker, done: Callable[[RolloutRequest], None]
+    ) -> FlowCall:
         return FlowCall(
             node,
             self.graph,
@@ -308,11 +323,12 @@ class FlowScheduler:
             self._functions,
             origin_of(self.roles, node.role, node.kind),
             self.bases.get(node.role),
-            self.roles.get(node.role),
+            self.plan,
             self.max_length,
             self.cached,
             packer,
             self._fields,
+            done,
         )
 
     def _generation(self, node: Node, timers: Timers) -> AbstractContextManager[object]:
@@ -344,11 +360,18 @@ class _Work:
     call: FlowCall
     action: Callable[[FlowCall, Sequence[RolloutRequest]], Awaitable[None]]
     requests: Sequence[RolloutRequest]
-    finished: Sequence[asyncio.Event]
     timers: Timers
     phase: contextlib.ExitStack
     """Contexts entered when the first call begins and left after the last."""
     has_begun: bool = False
+
+
+def _tell(events: Mapping[str, asyncio.Event], request: RolloutRequest) -> None:
+    """A call, whose events these are, is done for a request."""
+    if not events[request.sample_id].is_set():
+        events[request.sample_id].set()
+        assert request.calls_left is not None, "its run counts them"
+        request.calls_left -= 1
 
 
 def _no_phase(phase: Phase) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ def step_stages(graph: Graph, changing: Collection[str]) -> tuple[tuple[Node, ..
     late: set[int] = set()
     for node in reversed(production):
         needed = any(node.index in other.inputs for other in production if other.index not in late)
-        if node.kind == "trainer" and not needed:
+        if node.kind in ("trainer", "cache") and not needed:
             late.add(node.index)
     return (
         tuple(node for node in production if node.index not in late),

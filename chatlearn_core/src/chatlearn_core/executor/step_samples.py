@@ -29,6 +29,8 @@ class RolloutRequest:
     """Further samples of the same rollout, which are also trained on and share its reward."""
     dropped: bool = False
     """Whether a call excluded its sample on purpose or could not continue it: later calls skip it."""
+    calls_left: int | None = None
+    """Calls of the flow's stage that are not done for it yet; None before the stage is run."""
 
     @property
     def group_id(self) -> str:
@@ -73,7 +75,7 @@ class FinishedGroup:
     @property
     def num_sampled_tokens(self) -> int:
         """Number of tokens in all samples that a policy sampled."""
-        return sum(turn.stop - turn.start for sample in self.samples for turn in sample.turns)
+        return num_sampled_tokens(self.samples)
 
     def copy(self) -> FinishedGroup:
         """A copy with its own samples, which share their arrays: data and exclusions can be added to them."""
@@ -83,6 +85,11 @@ class FinishedGroup:
                 for request in self.requests
             )
         )
+
+
+def num_sampled_tokens(samples: Sequence[Sample]) -> int:
+    """Number of tokens in the samples that a policy sampled."""
+    return sum(turn.stop - turn.start for sample in samples for turn in sample.turns)
 
 
 @dataclass(slots=True)

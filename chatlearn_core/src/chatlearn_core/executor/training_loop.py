@@ -19,7 +19,7 @@ from chatlearn_core.executor.rollout_buffer import RolloutBuffer
 from chatlearn_core.executor.rollout_producer import RolloutProducer
 from chatlearn_core.executor.run_state import RunState
 from chatlearn_core.executor.sample_metrics import exclusion_metrics
-from chatlearn_core.executor.step_samples import FinishedGroup, samples_of
+from chatlearn_core.executor.step_samples import FinishedGroup, num_sampled_tokens, samples_of
 from chatlearn_core.executor.weight_sync_manager import WeightSyncManager
 from chatlearn_core.metrics import Timers
 from chatlearn_core.metrics.run_directory import recorded_fields
@@ -77,10 +77,11 @@ class TrainingLoop:
             self.observers.rollout_end(step, experience.samples, values(made), data)
             warnings = state.alarms.check(experience, values(made))
             state.policy_changed = True
-            with self.journal.during(Phase.UPDATING):
-                trained = await self.updater.train(experience, timers)
-            warnings += state.alarms.mismatch(values(trained))  # contains it if no flow computed trainer logprobs
             learned = {update.role for update in self.algorithm.updates(step)}
+            with self.journal.during(Phase.UPDATING):
+                async with self.weight_sync.updating(state, learned):
+                    trained = await self.updater.train(experience, timers)
+            warnings += state.alarms.mismatch(values(trained))  # contains it if no flow computed trainer logprobs
             with self.journal.during(Phase.SYNCING):
                 await self.producer.before_sync()
                 synced = await self.weight_sync.publish(state, learned, timers)
@@ -135,7 +136,8 @@ class TrainingLoop:
         if refills:
             metrics.append({"rollout/refills": Metric(refills, reducer="sum")})
         if left := samples_of(self.buffer.groups):
-            metrics.append({"rollout/buffered": Metric(len(left), reducer="sum")})
+            tokens = Metric(num_sampled_tokens(left), reducer="sum")
+            metrics.append({"rollout/buffered": Metric(len(left), reducer="sum"), "rollout/buffered_tokens": tokens})
         return groups, merge_metrics(*metrics)
 
     async def _produce(self, step: int, missing: int, timers: Timers) -> Metrics:
@@ -149,10 +151,7 @@ class TrainingLoop:
     def _evict(self) -> Metrics:
         """Evict groups that are too old; their samples count as excluded, their tokens as discarded."""
         evicted = self.buffer.evict(self.state.policy_version)
-        if not evicted:
-            return {}
-        tokens = sum(group.num_sampled_tokens for group in evicted)
-        return exclusion_metrics(samples_of(evicted)) | {"rollout/discarded_tokens": Metric(tokens, reducer="sum")}
+        return exclusion_metrics(samples_of(evicted)) if evicted else {}
 
     def _write_line(self, step: int, line: Mapping[str, float]) -> None:
         self.journal.directory.append_metrics(step, line)

@@ -23,19 +23,23 @@ TIED_IDS = 16
 def max_kept_ids(loaded: LoadedConfig, graph: Graph, losses: Losses, sampling: SamplingParams) -> int:
     """Ids per token that the generators of training rollouts must return; 0 if neither flow nor losses read them.
 
-    Ids tied with the k-th are kept beyond ``top_k``, so there is room for as many again.
+    Ids tied with the k-th are kept beyond ``top_k``, so there is room for as many again unless the setting says more.
 
     Raises:
-        ConfigError: ``sampling.top_k`` bounds nothing, or a generator does not return what it sampled from.
+        ConfigError: nothing bounds the number of ids, or a generator does not return what it sampled from.
     """
     if not _reads_kept_ids(graph, losses):
         return 0
-    if not sampling.top_k or not sampling.temperature:
+    room = loaded.config.sampling.max_kept_ids or 0
+    cuts = sampling.top_k > 0 or (room > 0 and sampling.top_p < 1.0)
+    if not cuts or not sampling.temperature or 0 < room < sampling.top_k:
         raise ConfigError(
             f"{loaded.source}: algorithm {loaded.config.algorithm.name!r} computes {TRUNCATED_LOGPROBS}, for which "
-            "every token carries the ids that it was sampled from, and sampling.top_k bounds their number: "
-            f"sampling.top_k is {sampling.top_k} and sampling.temperature is {sampling.temperature:g}. Set "
-            "sampling.top_k above 0 (such as 64; sampling.top_p cuts further) and a temperature above 0"
+            "every token carries the ids that it was sampled from, and sampling.top_k, or sampling.max_kept_ids with "
+            f"sampling.top_p below 1, bounds their number: sampling.top_k is {sampling.top_k}, sampling.top_p "
+            f"{sampling.top_p:g}, sampling.max_kept_ids {room or 'not set'} and sampling.temperature "
+            f"{sampling.temperature:g}. Set sampling.top_k above 0 (such as 64), or sampling.max_kept_ids (such as "
+            "512, at least top_k), and a temperature above 0"
         )
     for name, role in loaded.config.roles.items():
         if role.kind != "generator" or name not in _sampling_roles(loaded, graph):
@@ -46,10 +50,10 @@ def max_kept_ids(loaded: LoadedConfig, graph: Graph, losses: Losses, sampling: S
             raise ConfigError(
                 f"{loaded.source}: algorithm {loaded.config.algorithm.name!r} computes {TRUNCATED_LOGPROBS}, which "
                 f"needs the ids that each token was sampled from, and generator {choice.record.name!r} (roles.{name}) "
-                "with these options does not return them (GeneratorSpec.kept_ids). Choose transformers, or vllm with "
-                "logprobs: processed; or sample with top_p 1 and top_k 0"
+                "with these options does not return them (GeneratorSpec.kept_ids). Choose transformers, sglang, or "
+                "vllm with logprobs: processed; or sample with top_p 1 and top_k 0"
             )
-    return sampling.top_k + max(sampling.top_k, TIED_IDS)
+    return room or sampling.top_k + max(sampling.top_k, TIED_IDS)
 
 
 def _reads_kept_ids(graph: Graph, losses: Losses) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Collection, Sequence
 
 from chatlearn_core.exceptions import ContractError
 from chatlearn_core.executor.colocation import ColocationManager
@@ -41,6 +42,18 @@ class WeightSyncManager:
         self.started_routes = tuple(routes if started is None else started)
         self.colocation = colocation
         self.observers = observers
+
+    @contextlib.asynccontextmanager
+    async def updating(self, state: RunState, learned: Collection[str]) -> AsyncIterator[None]:
+        """During the block the weights of these roles change; no generator gets them under a version. After an error
+        this holds until the next sync.
+        """
+        targets = [route.target for route in self.started_routes if route.trainer in learned]
+        for target in targets:
+            await self.runtime.generator(target).hold_rebuilds()
+        yield
+        for target in targets:
+            await self.runtime.generator(target).release_rebuilds(state.policy_version + 1)
 
     async def publish(self, state: RunState, learned: Collection[str], timers: Timers) -> Metrics:
         """After updates: raise the policy version, and sync it to the generators of the updated roles.

@@ -81,7 +81,8 @@ class Node:
     @property
     def output_fields(self) -> dict[str, str]:
         """Output name -> name of its data in the samples."""
-        return {name: f"{self.given_name or self.role}_{name}" for name in self.method.outputs}
+        own = () if self.method.other_samples else self.method.outputs
+        return {name: f"{self.given_name or self.role}_{name}" for name in own}
 
     def _named(self, entry: str) -> str:
         if "{name}" in entry:

@@ -119,12 +119,14 @@ def shared_way(
     placement: Placement = "process",
     payload: Payload = "full",
     export: Export | None = None,
+    options: object = None,
 ) -> tuple[Export, Channel] | None:
     """The form in which the weights leave the trainer and the channel that passes them to the generator; None if the
     transport fits neither.
 
-    Takes the transport's first choice among the forms that the trainer exports, then among the channels through which
-    the generator accepts the payload.
+    Takes boxes if the trainer's options spread a model's layers or matrices over ranks, which then need not gather
+    them; otherwise the transport's first choice among the forms that the trainer exports. Then the transport's first
+    choice among the channels through which the generator accepts the payload.
 
     Args:
         trainer: record of the trainer that sends the weights.
@@ -133,8 +135,9 @@ def shared_way(
         placement: the distance between the two ends.
         payload: the payload to send.
         export: the requested form; None means any.
+        options: the trainer's options.
     """
-    for form in shared_exports(trainer, transport, placement, payload, export):
+    for form in shared_exports(trainer, transport, placement, payload, export, options):
         for channel in _delivered(transport, form):
             if channel in channels_for(generator, payload):
                 return form, channel
@@ -153,15 +156,18 @@ def shared_exports(
     placement: Placement,
     payload: Payload,
     export: Export | None,
+    options: object = None,
 ) -> list[Export]:
-    """The forms in which a transport can carry a trainer's payload over this placement, the transport's best first.
+    """The forms in which a transport can carry a trainer's payload over this placement, the best first.
 
     Adapters are small and are always sent whole. With placement ``hosts`` each host takes everything from its own
     ranks, which have whole tensors but not the boxes of ranks on other hosts.
     """
     whole_only = payload == "adapter" or (placement == "hosts" and transport.reach == "host")
     forms = [form for form in transport.exports if form in trainer.exports and export in (None, form)]
-    return [form for form in forms if form == "full_tensors" or not whole_only]
+    forms = [form for form in forms if form == "full_tensors" or not whole_only]
+    sizes = [getattr(options, trainer.parallel[way], 1) for way in ("tp", "pp", "ep") if way in trainer.parallel]
+    return sorted(forms, key=lambda form: form != "boxes") if any(size > 1 for size in sizes) else forms
 
 
 def channels_for(generator: GeneratorSpec | TrainerSpec, payload: Payload) -> frozenset[Channel]:

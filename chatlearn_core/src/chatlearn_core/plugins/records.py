@@ -103,6 +103,9 @@ class TrainerSpec(BackendRecord):
     """``check(arguments) -> Mapping[str, str]``: maps each argument under ``roles.<role>.engine`` that the backend does
     not accept to the reason and remedy. Called during validation of a configuration, so its module must import nothing
     heavy. Rules that only the engine knows are checked when the run starts. None: it takes no engine arguments."""
+    check_model: ImportString | None = None
+    """``check(options, config, ranks) -> Sequence[str]``: why this many ranks with these options cannot share a model
+    with this ``config.json``, one sentence each. Called before anything starts; imports nothing heavy."""
     parallel: Mapping[Dimension, str] = field(default_factory=dict)
     """Dimension -> the option that sets its size; data parallelism uses the remaining ranks. A runtime over several
     machines keeps consecutive ranks that exchange activations in every layer (``tp``, ``cp``, ``sp``; ``ep``) on one
@@ -261,6 +264,8 @@ class EnvironmentSpec(BackendRecord):
     uses: tuple[str, ...] = ("policy",)
     """Handles of the generator roles that the environment calls; ``roles.<role>.uses`` maps them to roles. The tokens
     sampled by the first are trained on."""
+    more_uses: bool = False
+    """Whether ``roles.<role>.uses`` may name further generators, by any handle."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -381,6 +386,11 @@ class FlowMethodSpec(PluginRecord):
     action: ImportString = "chatlearn_core.executor.flow_calls:compute"
     """``async action(call: FlowCall, requests: Sequence[RolloutRequest]) -> None`` executes the call for samples that
     are ready and stores its results in them."""
+    other_samples: ImportString | None = None
+    """``function(samples, max_length) -> samples``: the samples whose ``outputs`` the action requests, if they are not
+    those of the call. Only ``adds`` becomes data of the latter then."""
+    by_text: bool = False
+    """Whether the role receives text alone, so that its tokenizer may be another than the run's."""
 
     @property
     def role_kind(self) -> str:

@@ -33,6 +33,7 @@ from chatlearn_core.protocols.reward import Reward, RewardUnit
 from chatlearn_core.protocols.role_handle import RoleHandle
 from chatlearn_core.protocols.runtime import (
     AskGenerator,
+    AtSync,
     BackgroundSavingGroup,
     Derive,
     EnvironmentGroup,
@@ -56,6 +57,7 @@ __all__ = [
     "Algorithm",
     "AlgorithmContext",
     "AskGenerator",
+    "AtSync",
     "BackgroundSavingGroup",
     "BackgroundSavingTrainer",
     "DataStore",

@@ -5,6 +5,7 @@ Environments work on tokens: they append token ids, and the loss mask is True on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
@@ -73,6 +74,8 @@ class SequenceBuilder:
             example_id=example_id,
             media=prompt.media,
         )
+        self._rewards: dict[int, float] = {}
+        """Position of a turn's last token -> the turn's reward."""
 
     @property
     def token_ids(self) -> TokenIds:
@@ -103,6 +106,30 @@ class SequenceBuilder:
         if not self._sample.turns:
             raise ContractError(f"sample {self._sample.id!r}: tokens were observed before the policy sampled any")
         self._sample = sample_with_tokens(self._sample, np.asarray(token_ids, np.int64))
+
+    def rewarded(self, value: float) -> None:
+        """Give the last turn a reward of its own, besides that of the rollout. Those of one turn add up; 0 counts, too.
+
+        They become the sample's rewards of steps (``RewardResult.step_ends``), each at its turn's last token.
+
+        Raises:
+            ContractError: nothing has been sampled yet, or the value is not finite.
+        """
+        turn = self._sample.last_turn
+        if turn is None or not math.isfinite(value):
+            problem = "nothing was sampled yet" if turn is None else "a reward must be finite"
+            raise ContractError(f"sample {self._sample.id!r} cannot be rewarded by {value!r}: {problem}")
+        self._rewards[turn.stop - 1] = self._rewards.get(turn.stop - 1, 0.0) + float(value)
+
+    def finished(self, reward: RewardResult | None = None) -> Sample:
+        """The sample, with the rewards of its turns beside ``reward``, that of the rollout."""
+        sample = self._sample
+        if not self._rewards or (reward is not None and reward.error is not None):
+            return sample
+        ends = np.array(list(self._rewards), np.int64) - sample.num_prompt_tokens
+        values = np.zeros(sample.num_completion_tokens, np.float32)
+        values[ends] = list(self._rewards.values())
+        return replace(sample, reward=replace(reward or RewardResult(0.0), token_values=values, step_ends=ends))
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +182,8 @@ class RolloutContext:
         Args:
             token_ids: [P] the whole sequence so far.
             role: a handle of ``uses``; by default the policy.
-            sampling: by default the run's. Its seed is replaced by one keyed by the rollout and the number of the call.
+            sampling: by default the run's. Its seed is replaced: by the rollout's in the first call, later by one keyed
+                by it and the number of the call.
             media: the media that the tokens refer to.
 
         Raises:
@@ -178,7 +206,8 @@ class RolloutContext:
         number, self._num_calls = self._num_calls, self._num_calls + 1
         self._num_turns += handle == self.policy
         wanted = sampling or self.sampling
-        own = replace(wanted, seed=keyed_seed(self.order.seed, "turn", number), max_tokens=min(wanted.max_tokens, room))
+        seed = keyed_seed(self.order.seed, "turn", number) if number else self.order.seed  # as in generator.generate
+        own = replace(wanted, seed=seed, max_tokens=min(wanted.max_tokens, room))
         request = GenerateRequest(f"{self.id}/{number}", token_ids, own, self.order.group_id, media=media)
         return await self.generate_for(handle, request)
 
@@ -198,9 +227,14 @@ class RolloutContext:
         status: RolloutStatus = "finished",
         reward: RewardResult | None = None,
     ) -> Rollout:
-        """The rollout made of these sequences; reward roles judge the first one."""
+        """The rollout made of these sequences; reward roles judge the first one, and replace what is given here.
+
+        Args:
+            reward: of the whole rollout. All its sequences have it, except those that have one of their own
+                (``sequence.sample.reward``).
+        """
         order = self.order
-        samples = [sequence.sample for sequence in sequences]
+        samples = [sequence.finished(sequence.sample.reward or reward) for sequence in sequences]
         return Rollout(order.id, order.group_id, order.example, samples, status, reward)
 
 

@@ -58,7 +58,8 @@ class RoleContext:
     engine_arguments: dict[str, Any] = field(default_factory=dict)
     """Engine-native arguments, passed to the engine unchanged after the backend checked them."""
     handles: Mapping[str, RoleHandle] = field(default_factory=dict)
-    """For a reward: the roles that it calls, by the handles of its record (``RewardSpec.uses``)."""
+    """For a reward: the roles that it calls, by the handles of its record (``RewardSpec.uses``). For an environment:
+    its generators, with their models and tokenizers; it samples with ``RolloutContext.generate``."""
     load_tokenizer: Callable[[], Any] | None = field(default=None, repr=False, compare=False)
     """For a reward: returns the tokenizer of the run's model (``data.Tokenizer``), which made the completions' text."""
 

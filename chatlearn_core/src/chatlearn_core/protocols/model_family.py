@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from chatlearn_core.protocols.lifecycle import ModelSource
@@ -20,6 +21,8 @@ class ModelFacts:
     vocab_size: int
     snapshot: str | None = None
     """Of a hub id: directory with the files of the commit it names now; None if weights are not on this machine."""
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """Content of the language model's configuration, for ``TrainerSpec.check_model``."""
 
 
 class ModelFamily(Protocol):

@@ -24,7 +24,7 @@ class RenderedPrompt:
     token_ids: TokenIds
     """[P]"""
     messages: tuple[Mapping[str, Any], ...]
-    """Chat messages; empty if the dataset row held a plain string."""
+    """Chat messages; empty if the dataset row held a plain string and there is no system prompt."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from chatlearn_core.exceptions import TrainerLostError
 from chatlearn_core.protocols.algorithm import Split
@@ -39,6 +39,7 @@ RoleIsUp = Callable[[str], Awaitable[None]]
 Derive = Callable[[TrainBatch], Derived]
 AskGenerator = Callable[[str, GenerateRequest], Awaitable[Completion]]
 """``(role, request)`` -> the completion of a generator role; raises as ``GeneratorFleet.generate`` does."""
+AtSync = Literal["none", "abort", "pause"]
 LendWeights = Callable[[str], AbstractAsyncContextManager[None]]
 """``async with lend_weights(trainer)``: keeps the trainer's weights on its devices during the block."""
 
@@ -174,6 +175,10 @@ class GeneratorFleet(ModelGroup, Protocol):
         Called: for metrics and admission; in the driver; any number of times.
         """
 
+    at_sync: AtSync
+    """What becomes of the open requests of a replica before it loads weights in a sync: ``abort`` ends them with the
+    tokens so far, ``pause`` pauses the replica until it has loaded. By default ``none``: nothing."""
+
     @property
     def num_replicas(self) -> int:
         """Number of replicas, dead ones included.
@@ -228,6 +233,19 @@ class GeneratorFleet(ModelGroup, Protocol):
         """Go on after ``pause``.
 
         Called: after ``pause``; in the driver; as often as ``pause``.
+        """
+
+    async def hold_rebuilds(self) -> None:
+        """Updates begin to change the trainer's weights: until ``release_rebuilds`` or the next sync, a rebuilt replica
+        gets them under no version. Requests that find no other replica wait meanwhile.
+
+        Called: before a step's updates; in the driver; once per step that trains.
+        """
+
+    async def release_rebuilds(self, policy_version: int) -> None:
+        """The updates ended: the trainer's weights are those of this version, which the next sync brings.
+
+        Called: after a step's updates, before their sync; in the driver; once per step that trains.
         """
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from chatlearn_core.config.load import LoadedConfig
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_core.plugins.records import GeneratorSpec, ModelFamilySpec
+from chatlearn_core.plugins.import_string import resolve_import_string
+from chatlearn_core.plugins.records import GeneratorSpec, ModelFamilySpec, TrainerSpec
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import ModelSource
 from chatlearn_core.protocols.model_family import ModelFacts, ModelFamily
@@ -71,6 +72,26 @@ def check_served_families(loaded: LoadedConfig, models: Mapping[str, ModelFacts]
             f"{loaded.source}, roles.{name}.backend: generator {record.name!r} does not serve models of type "
             f"{model_type!r}: {reason}. Choose another generator or model"
         )
+
+
+def check_layouts(loaded: LoadedConfig, models: Mapping[str, ModelFacts]) -> None:
+    """Check that the ranks of every trainer can share its model, according to ``TrainerSpec.check_model``.
+
+    Raises:
+        ConfigError: names role, trainer and every size that does not fit.
+    """
+    for name, facts in models.items():
+        choice = loaded.plugin("roles", name)
+        record = choice.record
+        if not isinstance(record, TrainerSpec) or record.check_model is None or not facts.config:
+            continue
+        ranks = loaded.config.roles[name].ranks
+        lines = resolve_import_string(record.check_model)(choice.options, facts.config, ranks)
+        if lines:
+            raise ConfigError(
+                f"{loaded.source}, roles.{name}.options: trainer {record.name!r} cannot split this "
+                f"{facts.model_type} model over ranks: {ranks} as they say:" + "".join(f"\n  {line}" for line in lines)
+            )
 
 
 def tokenizer_of(registry: PluginRegistry, role: RolePlan) -> Any:

@@ -48,7 +48,7 @@ class Prompt:
     """Name of the dataset; selects the reward."""
     ground_truth: Any = None
     messages: tuple[Mapping[str, Any], ...] = ()
-    """The chat messages; empty if the dataset row held a plain string."""
+    """The chat messages; empty if the dataset row held a plain string and there is no system prompt."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """All other columns of the row, by name (including ``extra_info``)."""
     media: tuple[Media, ...] = ()

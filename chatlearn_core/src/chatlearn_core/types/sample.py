@@ -174,7 +174,7 @@ class Rollout:
     samples: list[Sample]
     status: RolloutStatus = "finished"
     reward: RewardResult | None = None
-    """Reward of the whole rollout, if the environment gives one; its samples have it, too."""
+    """Reward of the whole rollout, if the environment gives one; samples without one of their own have it, too."""
 
 
 def sample_from_completion(

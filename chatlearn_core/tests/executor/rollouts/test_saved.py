@@ -116,6 +116,24 @@ def test_a_failure_that_is_no_timeout_stays_one(group: Group, prompts: Any, tmp_
     assert type(restored.progress[2].failure) is BackendError
 
 
+def test_requests_of_a_rollout_come_back_with_their_answers(group: Group, prompts: Any, tmp_path: Path) -> None:
+    whole, refused = group.progress[1], Progress(failure=BackendError("refused"), digest=8)
+    assert whole.completion is not None
+    turn = replace(whole.completion, sampling=SamplingParams(5, seed=77, stop=("x",)))
+    group.progress[0] = Progress(turns={"p2@1#0/0": Progress(turn, digest=1 << 31), "p2@1#0/1": refused})
+    save_rollouts(tmp_path, [group], EMPTY)
+    [restored] = load_rollouts(tmp_path, prompts, requests_of(4)).pending
+    first, second = restored.progress[0].turns.items()
+    assert first[0] == "p2@1#0/0"
+    assert first[1].digest == 1 << 31
+    assert first[1].completion is not None
+    assert first[1].completion.request_id == "p2@1#0/0"
+    assert first[1].completion.sampling == turn.sampling, "not that of the rollout"
+    assert first[1].completion.token_ids.tolist() == [5, 6, 7]
+    assert (second[0], str(second[1].failure), second[1].digest) == ("p2@1#0/1", "refused", 8)
+    assert all(not progress.turns for progress in restored.progress[1:])
+
+
 def test_two_draws_of_an_example_are_two_groups(prompts: Any, tmp_path: Path) -> None:
     draws = [ExampleDraw(prompts[1], 0, "p1@3"), ExampleDraw(prompts[1], 1, "p1~2@3")]
     save_rollouts(tmp_path, [Group(requests_of(1)(draw)) for draw in draws], EMPTY)
@@ -159,7 +177,7 @@ def test_another_group_size_is_refused(group: Group, prompts: Any, tmp_path: Pat
     [
         (lambda text: text[:20], "holds no rollouts: JSONDecodeError"),
         (lambda text: json.dumps({"pending": []}), "KeyError: 'format'"),
-        (lambda text: text.replace('"format": 4', '"format": 9'), "has format 9; this version reads 4"),
+        (lambda text: text.replace('"format": 5', '"format": 9'), "has format 9; this version reads 5"),
         (lambda text: text.replace('"a1"', '"b1"'), "KeyError"),
     ],
 )
@@ -181,7 +199,7 @@ def test_finished_groups_keep_their_place_among_the_pending(group: Group, prompt
         spans = (VersionSpan(0, 2, 1),)
         found = Completion(asked.id, tokens, logprobs, asked.sampling.basis, "stop", asked.sampling, spans)
         request.sample = sample_from_completion(asked.id, request.group_id, request.prompt, found, generator="g")
-        request.sample.reward = RewardResult(0.25, {"format": 1.0})
+        request.sample.reward, request.calls_left = RewardResult(0.25, {"format": 1.0}), 0
     pending = [group, Group(requests), Group(requests_of(1)(ExampleDraw(prompts[0], 7, "p0@7")))]
     assert [one.is_finished for one in pending] == [False, True, False]
     save_rollouts(tmp_path, pending, EMPTY)

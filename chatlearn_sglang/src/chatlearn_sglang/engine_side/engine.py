@@ -137,7 +137,8 @@ class HostedEngine:
         stops = frozenset(sampling["stop_token_ids"] if sampling["ignore_eos"] else ())
         before = sampling.get("text_before", "")
         try:
-            request = engine_request(rid, input_ids, sampling, self._adapter)
+            vocab_size = self._manager.model_config.vocab_size
+            request = engine_request(rid, input_ids, sampling, vocab_size, self._adapter)
             if emit is None and not stops and not before:
                 return answer(await self._engine.async_generate(**request))
             seen, end = 0, None

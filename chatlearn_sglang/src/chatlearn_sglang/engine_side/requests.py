@@ -8,10 +8,12 @@ from typing import Any
 
 WHOLE_VOCABULARY = -1
 SEED_LIMIT = 2**63
+MASKED = -1e30
+"""Above the logprob of a masked token, which SGLang raises from minus infinity to the smallest float."""
 
 
 def engine_request(
-    rid: str, input_ids: Sequence[int], sampling: Mapping[str, Any], adapter: str | None = None
+    rid: str, input_ids: Sequence[int], sampling: Mapping[str, Any], vocab_size: int, adapter: str | None = None
 ) -> dict[str, Any]:
     """Return the arguments of ``Engine.async_generate``.
 
@@ -19,7 +21,9 @@ def engine_request(
         rid: the request's name in the engine; no name may be a prefix of another.
         input_ids: [T] context.
         sampling: fields of ``SamplingParams``; the seed may be any integer. ``text_before``, which only ``Engine``
-            reads, is the end of the resumed text, in which a stop string may begin.
+            reads, is the end of the resumed text, in which a stop string may begin. ``max_kept_ids`` above 0 asks for
+            the ids that a token was sampled from, one more than may be kept.
+        vocab_size: number of token ids.
         adapter: name of the LoRA adapter to use.
     """
     parameters: dict[str, Any] = {
@@ -42,6 +46,8 @@ def engine_request(
     if adapter is not None:
         request["lora_path"] = adapter
     greedy = sampling["temperature"] == 0.0
+    if sampling.get("max_kept_ids"):
+        request["top_logprobs_num"] = 1 if greedy else min(sampling["max_kept_ids"] + 1, vocab_size)
     if not greedy and (sampling["top_k"] > 0 or sampling["top_p"] < 1.0):
         parameters["custom_params"] = {name: sampling[name] for name in ("temperature", "top_k", "top_p")}
         request["custom_logit_processor"] = _cut_logits()
@@ -55,7 +61,8 @@ def answer(output: Mapping[str, Any]) -> dict[str, Any]:
         ``token_ids`` [C]; ``logprobs`` [C], None where SGLang returned none; ``finish``: the finish reason, a mapping
             such as
             ``{"type": "stop", "matched": 2}``; ``text``; ``spans``: (start, stop, version) of policy versions;
-            ``num_cached_tokens``.
+            ``num_cached_tokens``; ``kept``: for each token, the ids among the most likely that were not masked, which
+            is empty where the request did not ask for them.
     """
     meta = output["meta_info"]
     token_ids = list(output["output_ids"])
@@ -69,6 +76,10 @@ def answer(output: Mapping[str, Any]) -> dict[str, Any]:
         "text": output.get("text", ""),
         "spans": [(int(span["start"]), int(span["end"]), int(span["version"])) for span in spans],
         "num_cached_tokens": int(meta.get("cached_tokens", 0)),
+        "kept": [
+            [token for logprob, token, _ in row or () if logprob > MASKED]
+            for row in meta.get("output_top_logprobs") or ()
+        ],
     }
 
 
@@ -81,6 +92,7 @@ def cut_short(reply: Mapping[str, Any], count: int, text: str) -> dict[str, Any]
         "text": text,
         "token_ids": reply["token_ids"][:count],
         "logprobs": reply["logprobs"][:count],
+        "kept": reply["kept"][:count],
         "finish": {"type": "stop", "matched": reply["token_ids"][count - 1]},
         "spans": [(start, min(stop, count), version) for start, stop, version in reply["spans"] if start < count],
     }

@@ -21,6 +21,7 @@ from chatlearn_hosting.engine_side.local_groups import gloo_on_loopback, keep_lo
 from .arguments import engine_args
 from .process_groups import discard_stale_groups
 from .process_state import EngineLogHandler, engine_log, imports_quietly, preserved, set_environment, threads_bound
+from .scored_prompts import TEMPERATURE
 from .seeded_draws import EXTRA_ARGUMENT
 from .versions import check_version
 from .weight_transfer_name import BACKEND, WORKER_EXTENSION
@@ -77,11 +78,13 @@ class Engine:
         self._ids: dict[int, str] = {}
         self._watchers: dict[int, Any] = {}
         self._num_kept: dict[int, int] = {}
+        self._forced: dict[int, list[int]] = {}
+        """Key -> the given tokens of a request that scores them."""
         self._adapter: Any = None
         with preserved():
             self._start(arguments, log)
             try:
-                self.call_workers("chatlearn_prepare", log_level)
+                self._scores_at_any_temperature = all(self.call_workers("chatlearn_prepare", log_level))
                 self._warm_up()
             except Exception as error:
                 self.close()
@@ -160,6 +163,9 @@ class Engine:
         """
         from vllm import SamplingParams
 
+        if request.get("forced_ids"):
+            self._add_score(request)
+            return
         key, stop = int(request["key"]), list(request["stop"])
         max_kept_ids = int(request.get("max_kept_ids", 0))
         # One more than may be kept shows whether others are.
@@ -187,6 +193,37 @@ class Engine:
             self._watchers[key] = watcher
         if max_kept_ids:
             self._num_kept[key] = 1 if request["temperature"] == 0.0 else num_kept
+        self._keys[inner.request_id] = key
+        self._ids[key] = inner.request_id
+
+    def _add_score(self, request: Mapping[str, Any]) -> None:
+        """Add a request that scores given tokens: to vLLM they are the end of a prompt whose logprobs it returns.
+
+        Raises:
+            ValueError: vLLM refuses it, or this model runner does not compute it.
+        """
+        from vllm import SamplingParams
+
+        key, temperature = int(request["key"]), float(request["score_temperature"])
+        if temperature != 1.0 and not self._scores_at_any_temperature:
+            raise ValueError(
+                f"this engine's model runner computes logprobs of given tokens at temperature 1, not {temperature:g}"
+            )
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            ignore_eos=True,
+            prompt_logprobs=0,
+            detokenize=False,
+            extra_args={TEMPERATURE: temperature},
+        )
+        prompt = {"type": "token", "prompt_token_ids": [*request["prompt_ids"], *request["forced_ids"]]}
+        inner = self._engine.input_processor.process_inputs(
+            str(key), prompt, params, supported_tasks=self._tasks, lora_request=self._adapter
+        )
+        self._engine.input_processor.assign_request_id(inner)
+        self._client.add_request(inner)
+        self._forced[key] = list(request["forced_ids"])
         self._keys[inner.request_id] = key
         self._ids[key] = inner.request_id
 
@@ -227,6 +264,10 @@ class Engine:
             key = self._keys.get(output.request_id)
             if key is None:
                 continue  # the request was aborted during the step
+            if key in self._forced:
+                reports.append(self._score(key, output))
+                self._forget(key)
+                continue
             reason = None if output.finish_reason is None else str(output.finish_reason)
             watcher = self._watchers.get(key)
             if watcher is not None and watcher.update(output.new_token_ids, False) is not None:
@@ -244,6 +285,13 @@ class Engine:
         if stopped:
             self._client.abort_requests(stopped)
         return reports, has_computed
+
+    def _score(self, key: int, output: Any) -> Report:
+        """The report of a request that scores given tokens: vLLM answers with a token that nobody asked for."""
+        forced, logprobs = self._forced[key], output.new_prompt_logprobs_tensors
+        found = [] if logprobs is None else logprobs.logprobs[-len(forced) :, 0].tolist()
+        cached = None if output.prefill_stats is None else output.prefill_stats.num_cached_tokens
+        return key, forced, found, "stop", cached, None
 
     def drain(self) -> Iterator[list[Report]]:
         """Finish the steps that asynchronous scheduling has already started, without starting others."""
@@ -350,6 +398,7 @@ class Engine:
             del self._keys[inner]
         self._watchers.pop(key, None)
         self._num_kept.pop(key, None)
+        self._forced.pop(key, None)
 
 
 def kept_ids(logprobs: Any, count: int) -> list[list[int]]:

@@ -31,6 +31,7 @@ from chatlearn_hosting.engine_side.cuda_blocks import open_cuda_block
 from chatlearn_hosting.engine_side.groups import JoinedGroups
 from chatlearn_hosting.engine_side.local_groups import keep_local_stores_local
 
+from . import scored_prompts
 from .cpu_collectives import add_missing_collectives
 from .pipeline_stages import make_stage_inputs
 from .process_state import allow_amx, engine_log, keep_freed_memory
@@ -151,12 +152,16 @@ class WorkerExtension:
     registers the engine above.
     """
 
-    def chatlearn_prepare(self, log_level: str) -> None:
-        """Prepare the worker before the first request. A worker in its own process logs like the engine."""
+    def chatlearn_prepare(self, log_level: str) -> bool:
+        """Prepare the worker before the first request. A worker in its own process logs like the engine.
+
+        Returns whether it computes logprobs of given tokens at any temperature.
+        """
         engine_log(log_level)
         install(self.model_runner)  # type: ignore[attr-defined]  # self is a vLLM worker
         make_stage_inputs(self.model_runner)  # type: ignore[attr-defined]  # as above
         self._chatlearn_memory = WorkerMemory(self)
+        return scored_prompts.install(self.model_runner)  # type: ignore[attr-defined]  # as above
 
     def chatlearn_live_bytes(self, part: str) -> int:
         """See ``WorkerMemory``."""

@@ -13,6 +13,7 @@ from chatlearn_chat.turn_reader import ReadTurn, TurnReader
 from chatlearn_core.data.format import Message
 from chatlearn_core.exceptions import BackendError, DataError, ModelError
 from chatlearn_core.protocols import RolloutContext
+from chatlearn_core.protocols.prompt_renderer import TooLongError
 from chatlearn_core.types import Prompt, Rollout, RolloutStatus, TokenIds
 
 PREFIX = "environment/"
@@ -54,7 +55,7 @@ class Conversation:
             self._messages[-1] = {**last, "content": f"{last['content']}\n\n{opening}".lstrip()}
         if tools or opening:
             try:
-                self._prompt_ids = reader.renderer.prompt(self._messages, tools).token_ids
+                self._prompt_ids = reader.renderer.prompt(reader.for_template(self._messages), tools).token_ids
             except (DataError, ModelError) as error:
                 raise BackendError(f"rollout {context.id}: {error}") from error
 
@@ -70,7 +71,7 @@ class Conversation:
             completion = replace(completion, prompt_ids=self._prompt_ids)
         self._builder.sampled(completion)
         self.num_turns += 1
-        turn = self._reader.read(completion, has_tools=bool(self._tools), in_pieces=False)
+        turn = self._reader.read(completion, tools=self._tools, in_pieces=False)
         self._end_id = turn.end_id
         self._messages.append(_message_of(turn, self.num_turns))
         return turn
@@ -86,7 +87,11 @@ class Conversation:
         """
         index = len(self._messages) - 1
         try:
-            added = self._reader.renderer.continuation([*self._messages, *messages], index, self._end_id, self._tools)
+            added = self._reader.renderer.continuation(
+                self._reader.for_template([*self._messages, *messages]), index, self._end_id, self._tools
+            )
+        except TooLongError:
+            return False
         except (DataError, ModelError) as error:
             raise BackendError(f"rollout {self._context.id}, after turn {self.num_turns}: {error}") from error
         if len(self._builder.token_ids) + len(added) >= self._context.max_tokens:
@@ -94,6 +99,10 @@ class Conversation:
         self._builder.observed(added)
         self._messages += messages
         return True
+
+    def rewarded(self, value: float) -> None:
+        """Give the last turn a reward of its own."""
+        self._builder.rewarded(value)
 
     def finished(self, status: RolloutStatus, counts: Mapping[str, float], reward: Any = None) -> Rollout:
         """The rollout.

@@ -76,7 +76,7 @@ class CorrectionEnvironment:
         """
         options = self.options
         if self._reader is None:
-            self._reader = reader_of(context.tokenizer)
+            self._reader = reader_of(context.tokenizer, max_tokens=context.max_tokens)
         conversation = Conversation(context, self._reader, prompt)
         status: RolloutStatus = "finished"
         while True:

@@ -19,6 +19,7 @@ from chatlearn_agents.game import (
     observation_text,
 )
 from chatlearn_agents.options import GameOptions
+from chatlearn_agents.shortened import shortened
 from chatlearn_agents.tool_threads import ToolThreads
 from chatlearn_chat.turn_reader import TurnReader, reader_of
 from chatlearn_core.exceptions import BackendError, ConfigError
@@ -33,7 +34,7 @@ ResultT = TypeVar("ResultT")
 
 
 class GameEnvironment:
-    """Plays one game a rollout; the reward is the sum of the game's rewards. See the options.
+    """Plays one game a rollout; the reward is the sum of the game's rewards, or each turn has its own. See the options.
 
     All rollouts of a prompt begin with the same state: the game's seed is the row's column ``seed``, or keyed by the
     example's id.
@@ -64,7 +65,7 @@ class GameEnvironment:
             BackendError: the game raised, hung or gave no finite reward, or the prompt cannot be rendered.
         """
         if self._reader is None:
-            self._reader = reader_of(context.tokenizer)
+            self._reader = reader_of(context.tokenizer, max_tokens=context.max_tokens)
         kind = GymnasiumGame if self.options.api == "gymnasium" else OpenEnvGame
         game: Game = kind(await self._bounded(self._threads.run(self._make), context, "make"), self._threads)
         try:
@@ -79,20 +80,23 @@ class GameEnvironment:
         observation = await self._bounded(game.reset(self._seed(prompt, context)), context, "reset")
         conversation = Conversation(context, reader, prompt, opening=await self._shown(game, observation, context))
         status: RolloutStatus = "finished"
-        total, invalid, ended = 0.0, 0, False
+        total, invalid, ended, by_turn = 0.0, 0, False, self.options.rewards == "turns"
         while True:
             turn = await conversation.turn()
             try:
                 action = self._action_of(game.made, turn.content)
             except InvalidActionError:
                 invalid += 1
-                total += self.options.invalid_reward
+                gained = self.options.invalid_reward
                 answer = self.options.invalid_message
             else:
                 step = await self._bounded(game.step(action), context, "step")
-                total += self._reward(step.reward, context)
+                gained = self._reward(step.reward, context)
                 ended, status = step.ended, "truncated" if step.truncated else "finished"
                 answer = "" if ended else await self._shown(game, step.observation, context)
+            total += gained
+            if by_turn:
+                conversation.rewarded(gained)
             if ended:
                 break
             over = conversation.num_turns >= self.options.max_steps or context.turns_left == 0
@@ -100,10 +104,11 @@ class GameEnvironment:
                 status = "truncated"
                 break
         counts = {"invalid_actions": float(invalid), "ended": float(ended)}
-        return conversation.finished(status, counts, RewardResult(total, components={"return": total}))
+        return conversation.finished(status, counts, RewardResult(0.0 if by_turn else total, {"return": total}))
 
     async def _shown(self, game: Game, observation: object, context: RolloutContext) -> str:
-        return await self._bounded(self._threads.run(lambda: self._text_of(game.made, observation)), context, "render")
+        text = await self._bounded(self._threads.run(lambda: self._text_of(game.made, observation)), context, "render")
+        return shortened(text, self.options.max_observation_chars)
 
     def _seed(self, prompt: Prompt, context: RolloutContext) -> int:
         given = prompt.columns.get("seed")

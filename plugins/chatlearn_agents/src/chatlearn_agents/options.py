@@ -40,7 +40,12 @@ class PythonOptions(BaseModel):
     kind: Literal["python"] = "python"
     name: str = "python"
     timeout_s: float = Field(10.0, gt=0, le=3600, description="Time limit of a program, seconds.")
-    memory_mb: int = Field(512, ge=32, le=1 << 20, description="Address space of each process of a program, MiB.")
+    memory_mb: int = Field(
+        512,
+        ge=32,
+        le=1 << 20,
+        description="Address space of each process of a program, and memory of all, MiB.",
+    )
     max_processes: int = Field(16, ge=1, le=4096, description="Processes and threads that a program may have at once.")
     disk_mb: int = Field(32, ge=1, le=1 << 20, description="Total size of the files that a program may write, MiB.")
     output_kb: int = Field(256, ge=1, le=1 << 16, description="Largest standard output of a program, KiB.")
@@ -95,10 +100,11 @@ class ToolsOptions(BaseModel):
         description="Each an object with a kind: function, calculator, python, search or mcp. A text is the path of a "
         "function, or the kind calculator or python.",
     )
-    tool_calls: Literal["auto", "hermes", "json"] = Field(
+    tool_calls: Literal["auto", "hermes", "json", "glm", "qwen_xml", "deepseek", "harmony"] = Field(
         "auto",
-        description="How the model writes tool calls. hermes: <tool_call>{...}</tool_call>. json: the whole turn is an "
-        "object with name and parameters. auto: as the chat template does.",
+        description="How the model writes tool calls. hermes: <tool_call>{...}</tool_call> (Qwen). json: the whole "
+        "turn is an object with name and parameters (Llama 3). glm, qwen_xml, deepseek, harmony: as GLM-4.5, Qwen3.5, "
+        "DeepSeek-V3 and gpt-oss write them. auto: as the chat template writes a call.",
     )
     timeout_s: float = Field(30.0, gt=0, le=86400, description="Time limit of one call, seconds.")
     retries: int = Field(0, ge=0, le=10, description="How often a call that raised or timed out is repeated.")
@@ -162,7 +168,15 @@ class GameOptions(BaseModel):
         "That is no action. Try again.", min_length=1, description="The user's message after an invalid turn."
     )
     invalid_reward: float = Field(0.0, allow_inf_nan=False, description="Reward of an invalid turn.")
+    rewards: Literal["sum", "turns"] = Field(
+        "sum",
+        description="sum: the rollout's reward is the sum of the game's. turns: each turn has the game's reward "
+        "for it, as the reward of a step, and the rollout none of its own.",
+    )
     max_steps: int = Field(100, ge=1, description="Number of turns, after which the rollout is truncated.")
+    max_observation_chars: int = Field(
+        8000, ge=16, description="Characters of an observation that the policy sees; a cut one says so."
+    )
     call_timeout_s: float = Field(30.0, gt=0, description="Time limit of reset and of each step, seconds.")
 
 

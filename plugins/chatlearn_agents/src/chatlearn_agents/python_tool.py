@@ -79,6 +79,8 @@ class PythonTool:
         parts = [result.output.decode("utf-8", "replace").rstrip()]
         if result.ended == "timed_out":
             parts.append(f"[the program did not end within {self._options.timeout_s:g} s]")
+        elif result.ended == "out_of_memory":
+            parts.append(f"[the program was ended: its processes had more than {self._options.memory_mb} MiB together]")
         elif result.ended == "too_much_output":
             parts.append(f"[the program was ended: it wrote more than {self._options.output_kb} KiB]")
         elif result.code:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 
 from chatlearn_agents.conversation import Conversation, call_id
 from chatlearn_agents.options import ToolsOptions
 from chatlearn_agents.tool_sources import tool_sources
 from chatlearn_agents.toolbox import Toolbox, ToolResult
+from chatlearn_chat.tool_calls import FORMATS
 from chatlearn_chat.turn_reader import ReadTurn, TurnReader, reader_of
 from chatlearn_core.data.format import Message
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import RoleContext, RolloutContext
 from chatlearn_core.types import Prompt, Rollout, RolloutStatus
 
+_LOG = logging.getLogger(__name__)
 _COUNTED = {
     "unknown_tool": "unknown_tools",
     "bad_arguments": "bad_arguments",
@@ -25,8 +28,8 @@ _COUNTED = {
 COUNTS = ("tool_calls", *_COUNTED.values(), "malformed_calls", "truncated_results")
 """What each rollout counts; every sample of a step has all of them."""
 _MALFORMED = (
-    "error: the tool call cannot be read. It must be a JSON object with the tool's name and its arguments, in the form "
-    "that the tools were introduced with, and nothing may follow it"
+    "error: the tool call cannot be read. It must have the tool's name and its arguments in the form that the tools "
+    "were introduced with, and nothing may follow it"
 )
 
 
@@ -88,6 +91,9 @@ class ToolEnvironment:
         """The messages with which the tools answer a turn."""
         if not turn.calls:
             counts["malformed_calls"] += 1
+            assert self._reader is not None, "it has read the turn"
+            if FORMATS[self._reader.written].error_role == "user":
+                return [{"role": "user", "content": _MALFORMED}]
             return [{"role": "tool", "content": _MALFORMED, "name": "error", "tool_call_id": call_id(number, 0)}]
         results = await self._toolbox.answer(turn.calls)
         for result in results:
@@ -100,12 +106,17 @@ class ToolEnvironment:
     def _reader_of(self, context: RolloutContext) -> TurnReader:
         if self._reader is None:
             written = self.options.tool_calls
-            reader = reader_of(context.tokenizer, None if written == "auto" else written)
+            reader = reader_of(context.tokenizer, None if written == "auto" else written, max_tokens=context.max_tokens)
             if reader.written == "none":
                 raise ConfigError(
                     "the model's chat template writes tool calls in no known format, so its calls cannot be read. Use "
-                    "a model whose template has tools in the format of Qwen or Llama 3, or set options.tool_calls of "
-                    "the environment"
+                    f"a model with one of {', '.join(name for name in FORMATS if name != 'none')}, or set "
+                    "options.tool_calls of the environment if the model has learned one that its template does not show"
+                )
+            if not reader.style.introduces_tools:
+                _LOG.warning(
+                    "the model's chat template does not write the tools into the prompt; describe them in the messages "
+                    "of the rows, in the form that the model knows"
                 )
             self._reader = reader
         return self._reader

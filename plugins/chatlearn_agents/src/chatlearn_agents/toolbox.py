@@ -18,6 +18,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from chatlearn_agents.options import ToolsOptions
+from chatlearn_agents.shortened import shortened
 from chatlearn_agents.tool import Tool, ToolError, ToolSource
 from chatlearn_core.exceptions import ConfigError
 
@@ -129,11 +130,8 @@ class Toolbox:
         return result
 
     def _result(self, text: str, outcome: Outcome) -> ToolResult:
-        limit, length = self._options.max_result_chars, len(text)
-        cut = length > limit
-        if cut:
-            text = f"{text[:limit]}\n[truncated: the first {limit} of {length} characters]"
-        return ToolResult(text.encode("utf-8", "replace").decode(), outcome, cut)  # lone surrogates have no encoding
+        limit = self._options.max_result_chars
+        return ToolResult(shortened(text, limit), outcome, len(text) > limit)
 
 
 def checked_schema(schema: Any, what: str) -> Any:

@@ -13,6 +13,7 @@ import torch
 from chatlearn_algorithms.distillation_options import DistillationOptions
 from chatlearn_algorithms.objectives import Clip
 from chatlearn_algorithms.policy_loss import PolicyLoss
+from chatlearn_algorithms.shared_text import UNMATCHED
 from chatlearn_core.protocols import Aggregation, Algorithm, AlgorithmContext, Loss, RoleUpdate
 from chatlearn_core.protocols.loss import LossOutput, Unit
 from chatlearn_core.types import Derived, Metric, OutputRequest, Outputs, Sample, TrainBatch
@@ -90,7 +91,9 @@ class Distillation(Algorithm):
         parts = []
         for name, own in options.teachers.items():
             teacher, only = getattr(m, name), own or None
-            if self.sampled:
+            if options.match == "text":
+                samples = teacher.text_logprobs(samples, student=roles.policy, data_sources=only)
+            elif self.sampled:
                 parts.append(teacher.logprobs(samples, data_sources=only))
             else:
                 parts.append(teacher.topk(samples, k=options.top_k, data_sources=only))
@@ -103,6 +106,8 @@ class Distillation(Algorithm):
         token t is log T(t) − log S(t).
         """
         data, teachers = batch.token_data, tuple(self.options.teachers)
+        if self.options.match == "text":
+            return self._of_text(batch)
         if not self.sampled:
             if len(teachers) == 1:
                 return Derived()
@@ -112,6 +117,20 @@ class Distillation(Algorithm):
         advantages = masked_difference(taught, data[f"{self.options.roles.policy}_logprobs"], batch.loss_mask)
         mean = Metric(-float(advantages.double().sum()), float(batch.loss_mask.sum()))
         return Derived({"advantages": advantages.float()}, metrics={"distillation/reverse_kl": mean})
+
+    def _of_text(self, batch: TrainBatch) -> Derived:
+        """Every token of a span of n tokens has the advantage (log T(span) − log S(span)) / n."""
+        data, teachers = batch.token_data, tuple(self.options.teachers)
+        taught, spans = (_sum([data[f"{one}_text_{what}"] for one in teachers]) for what in ("logprobs", "spans"))
+        differences = masked_difference(taught, data[f"{self.options.roles.policy}_logprobs"], batch.loss_mask)
+        advantages = span_means(differences, spans, batch.sequence_index)
+        num_tokens = float(batch.loss_mask.sum())
+        num_unmatched = float((spans == UNMATCHED).sum())
+        metrics = {
+            "distillation/reverse_kl": Metric(-float(advantages.double().sum()), num_tokens),
+            "distillation/unmatched_tokens": Metric(num_unmatched, num_unmatched + num_tokens),
+        }
+        return Derived({"advantages": advantages.float()}, metrics=metrics)
 
     def updates(self, step: int) -> Sequence[RoleUpdate]:
         """Update only the student."""
@@ -136,6 +155,24 @@ class Distillation(Algorithm):
 def taught(samples: list[Sample], data_sources: Sequence[str]) -> list[Sample]:
     """Return the samples that a teacher teaches."""
     return [sample for sample in samples if sample.prompt.data_source in data_sources]
+
+
+def span_means(values: torch.Tensor, spans: torch.Tensor, sequence_index: torch.Tensor) -> torch.Tensor:
+    """[T] the mean of the values over each token's span; 0 for tokens in no span.
+
+    Args:
+        values: [T]
+        spans: [T] number of the token's span in its sequence, from 1; 0 or less: in none.
+        sequence_index: [T]
+    """
+    if not len(spans):
+        return values
+    inside = spans > 0
+    key = torch.where(inside, sequence_index * (spans.max() + 1) + spans, 0).long()
+    _, place = torch.unique(key, return_inverse=True)
+    totals = values.new_zeros(len(spans)).index_add(0, place, torch.where(inside, values, values.new_zeros(())))
+    counts = torch.bincount(place, minlength=len(spans))
+    return torch.where(inside, totals[place] / counts[place], values.new_zeros(()))
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:

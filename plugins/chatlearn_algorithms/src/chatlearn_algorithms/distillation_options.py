@@ -39,6 +39,12 @@ class DistillationOptions(BaseModel):
         " gradient."
         " forward_kl, reverse_kl, jsd: over the teacher's most likely tokens, with all other tokens as one class.",
     )
+    match: Literal["tokens", "text"] = Field(
+        "tokens",
+        description="How to compare student and teacher. tokens: token by token; the teachers have the student's"
+        " tokenizer. text: over the shortest spans of text that both write in whole tokens; teachers may have any"
+        " tokenizer. Needs sampled_reverse_kl.",
+    )
     top_k: int = Field(64, ge=1, description="Number of the teacher's most likely tokens to compare.")
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="Weight of the teacher in the mixture of jsd.")
     clip_low: float = Field(0.2, ge=0, lt=1, description="sampled_reverse_kl: the ratio is clipped below 1 - clip_low.")
@@ -56,6 +62,17 @@ class DistillationOptions(BaseModel):
             raise ValueError(
                 f"teachers.{everything[0]} is an empty list, which means every data source, but there are "
                 f"{len(self.teachers)} teachers: name the data sources of each"
+            )
+        if self.match == "text" and self.divergence != "sampled_reverse_kl":
+            raise ValueError(
+                f"match is 'text', but divergence {self.divergence!r} compares distributions over one vocabulary: set"
+                " divergence to sampled_reverse_kl, or match to tokens with teachers that have the student's tokenizer"
+            )
+        if self.match == "text" and self.roles.environment is not None:
+            raise ValueError(
+                f"match is 'text', which covers completions of one turn, but roles.environment is"
+                f" {self.roles.environment!r}, whose rollouts may have several: remove roles.environment, or set match"
+                " to tokens with teachers that have the student's tokenizer"
             )
         counts = Counter(source for sources in self.teachers.values() for source in set(sources))
         twice = [source for source, count in counts.items() if count > 1]

@@ -5,6 +5,8 @@ Normalising the sum instead, as GRPO does, gives different combinations of rewar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from chatlearn_algorithms.group_advantages import (
@@ -16,17 +18,22 @@ from chatlearn_algorithms.group_advantages import (
     trained_tokens,
     without_spread,
 )
+from chatlearn_algorithms.group_relative import GroupBased
 from chatlearn_algorithms.grpo_options import GDPOOptions
 from chatlearn_algorithms.policy_gradient import ClippedPolicyGradient
 from chatlearn_algorithms.scored_rewards import components
-from chatlearn_core.types import Derived, Metric, TrainBatch
+from chatlearn_core.types import Derived, Metric, RewardResult, TrainBatch
 from chatlearn_losses import whiten
 
 
-class GDPO(ClippedPolicyGradient[GDPOOptions]):
+class GDPO(GroupBased[GDPOOptions], ClippedPolicyGradient[GDPOOptions]):
     """A = whiten(Σ_k w_k (r_k − mean_group(r_k)) / (std_group(r_k) + ε)) over the step."""
 
     advantage_split = "batch"
+
+    def has_spread(self, rewards: Sequence[RewardResult]) -> bool:
+        """Any of the components differs."""
+        return any(len({reward.components.get(name) for reward in rewards}) > 1 for name in self.options.rewards)
 
     def advantages(self, batch: TrainBatch, step: int) -> Derived:
         options, scored = self.options, self.scored(batch, step)
@@ -41,8 +48,7 @@ class GDPO(ClippedPolicyGradient[GDPOOptions]):
                 total[members] += weight * torch.from_numpy(normalised)
         exclusions = groups_too_small(batch)
         if options.drop_zero_spread_groups:
-            exclusions, discarded = without_spread(batch, *rewards.values())
-            metrics |= discarded
+            exclusions = without_spread(batch, *rewards.values())
         if options.whiten_over == "token":
             advantages = whiten(total[batch.sequence_index], trained_tokens(batch, exclusions)).float()
             return Derived({"advantages": advantages}, {}, exclusions, metrics)

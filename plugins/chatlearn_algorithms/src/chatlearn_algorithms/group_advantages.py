@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -55,9 +55,9 @@ def derive_group_advantages(
     Returns:
         ``token_data["advantages"]`` ([T] float32, a sequence's advantage on its loss mask and 0 elsewhere) and
         ``sequence_data["advantage"]`` [S]. Excludes groups with fewer than 2 scored samples (``group_too_small``) and,
-        if ``drop_zero_spread``, groups with equal rewards (``zero_spread_group``), whose sampled tokens count as
-        ``rollout/discarded_tokens``. Metrics: those of ``scored``, ``reward_std`` (mean over groups of the population
-        standard deviation) and ``zero_spread_groups`` (fraction of groups).
+        if ``drop_zero_spread``, groups with equal rewards (``zero_spread_group``). Metrics: those of ``scored``,
+        ``reward_std`` (mean over groups of the population standard deviation) and ``zero_spread_groups`` (fraction of
+        groups).
     """
     outcomes = scored.outcomes.numpy()
     advantages = np.zeros(batch.num_sequences)
@@ -67,8 +67,7 @@ def derive_group_advantages(
     exclusions = groups_too_small(batch)
     metrics = scored.metrics | spread_metrics(batch, scored)
     if drop_zero_spread:
-        exclusions, discarded = without_spread(batch, scored.verdicts)
-        metrics |= discarded
+        exclusions = without_spread(batch, scored.verdicts)
     of_sequence = torch.from_numpy(advantages)
     return Derived({"advantages": on_actions(batch, of_sequence)}, {"advantage": of_sequence}, exclusions, metrics)
 
@@ -99,18 +98,17 @@ def groups_too_small(batch: TrainBatch) -> dict[str, str]:
     return {batch.sample_ids[of[0]]: GROUP_TOO_SMALL for of in groups_of(batch) if len(of) < MIN_GROUP}
 
 
-def without_spread(batch: TrainBatch, *rewards: Tensor) -> tuple[dict[str, str], Metrics]:
-    """Sample id -> reason, for groups that are too small or have equal rewards; and the number of tokens of the latter.
+def without_spread(batch: TrainBatch, *rewards: Tensor) -> dict[str, str]:
+    """Sample id -> reason, for groups that are too small or have equal rewards.
 
     Args:
         rewards: arrays [S]; a group has spread if the values of any array differ within it.
     """
-    exclusions, discarded, tokens = groups_too_small(batch), 0, _sampled_tokens(batch)
+    exclusions = groups_too_small(batch)
     for members in groups_of(batch):
         if len(members) >= MIN_GROUP and not any(np.ptp(values[members].numpy()) > 0.0 for values in rewards):
             exclusions |= dict.fromkeys((batch.sample_ids[index] for index in members), ZERO_SPREAD)
-            discarded += sum(tokens[index] for index in members)
-    return exclusions, {"rollout/discarded_tokens": Metric(discarded, reducer="sum")} if discarded else {}
+    return exclusions
 
 
 def trained_tokens(batch: TrainBatch, exclusions: Collection[str]) -> Tensor:
@@ -129,8 +127,3 @@ def spread_metrics(batch: TrainBatch, scored: ScoredRewards) -> Metrics:
         "reward_std": Metric(float(sum(group.std() for group in groups)), len(groups)),
         "zero_spread_groups": Metric(float(sum(np.ptp(group) == 0.0 for group in groups)), len(groups)),
     }
-
-
-def _sampled_tokens(batch: TrainBatch) -> Sequence[int]:
-    counts = torch.zeros(batch.num_sequences, dtype=torch.int64)
-    return [int(n) for n in counts.index_add_(0, batch.sequence_index, batch.loss_mask.long()).tolist()]

@@ -49,46 +49,6 @@ class DAPOOptions(ClippedGroupOptions):
         description="Draw further prompts until train.prompts_per_step groups have rewards that differ, at"
         " most rollout.max_refills times.",
     )
-    oversampling: float = Field(
-        1.0,
-        ge=1,
-        description="Number of prompts drawn for each missing group. Surplus groups wait for the next"
-        " step if rollout.max_staleness is at least 1.",
-    )
-    overlong_buffer: int | None = Field(
-        None,
-        ge=1,
-        description="Number of tokens before the longest completion over which the reward falls; off by default.",
-    )
-    overlong_penalty: float = Field(1.0, gt=0, description="What the reward falls by at the longest completion.")
-    overlong_length: int | None = Field(
-        None, ge=1, description="Longest completion, tokens; sampling.max_tokens by default."
-    )
-
-    @model_validator(mode="after")
-    def _dapo_agrees(self) -> DAPOOptions:
-        if self.dynamic_sampling and not self.drop_zero_spread_groups:
-            raise ValueError(
-                "dynamic_sampling=true replaces groups whose rewards are all equal, and drop_zero_spread_groups=false "
-                "trains on them, too: set drop_zero_spread_groups: true, or dynamic_sampling: false"
-            )
-        if self.oversampling > 1 and not self.dynamic_sampling:
-            raise ValueError(
-                f"oversampling={self.oversampling:g} says how many prompts dynamic_sampling draws, and that is off: "
-                "remove it, or set dynamic_sampling: true"
-            )
-        if self.overlong_buffer is None and self.overlong_length is not None:
-            raise ValueError(
-                f"overlong_length={self.overlong_length} bounds a penalty that is off: set overlong_buffer, or remove "
-                "overlong_length"
-            )
-        buffer, longest = self.overlong_buffer, self.overlong_length
-        if buffer is not None and longest is not None and buffer > longest:
-            raise ValueError(
-                f"overlong_buffer={buffer} is longer than overlong_length={longest}, so that every completion would "
-                "be punished: lower it"
-            )
-        return self
 
 
 class GSPOOptions(ClippedGroupOptions):
@@ -128,5 +88,10 @@ class GDPOOptions(ClippedGroupOptions):
             raise ValueError(
                 "gdpo normalises each reward separately, which a KL in the reward (kl_placement=reward)"
                 " does not allow: set kl_placement: loss"
+            )
+        if self.overlong_buffer is not None:
+            raise ValueError(
+                f"gdpo normalises each reward separately, which a penalty on their sum (overlong_buffer="
+                f"{self.overlong_buffer}) does not allow: remove it, and name a reward of the length in rewards"
             )
         return self

@@ -79,13 +79,12 @@ class KTO(Algorithm):
     def flow(self, completions: Any, m: Any) -> Any:
         """Compute the reference's logprobs, and the mismatched logprobs of policy and reference."""
         roles = self.options.roles
-        reference = getattr(m, roles.reference)
-        parts = [reference.logprobs(completions, temperature=1.0, cache=self.options.cache_reference)]
+        policy, reference = getattr(m, roles.policy), getattr(m, roles.reference)
+        cache = self.options.cache_reference
+        parts = [reference.logprobs(completions, temperature=1.0, cache=cache)]
         if self.options.reference_point == "mismatched":
-            parts += [
-                getattr(m, role).mismatched_logprobs(completions, temperature=1.0)
-                for role in (roles.policy, roles.reference)
-            ]
+            parts.append(policy.mismatched_logprobs(completions, temperature=1.0))
+            parts.append(reference.mismatched_logprobs(completions, temperature=1.0, cache=cache))
         return m.join(completions, *parts)
 
     def advantages(self, batch: TrainBatch, step: int) -> Derived:

@@ -7,7 +7,8 @@ divided by p.
 from __future__ import annotations
 
 from chatlearn_algorithms.group_advantages import Floats
-from chatlearn_algorithms.policy_gradient import ClippedPolicyGradient, GroupRelative
+from chatlearn_algorithms.group_relative import GroupRelative
+from chatlearn_algorithms.policy_gradient import ClippedPolicyGradient
 from chatlearn_algorithms.reinforce_options import MaxRLOptions
 from chatlearn_core.exceptions import FlowError
 from chatlearn_core.types import Derived, TrainBatch

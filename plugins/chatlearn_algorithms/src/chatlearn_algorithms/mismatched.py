@@ -7,36 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from chatlearn_algorithms.role_logprobs import role_logprobs
 from chatlearn_core.exceptions import DataError
 from chatlearn_core.executor.scheduler import FlowCall
 from chatlearn_core.executor.step_samples import RolloutRequest
-from chatlearn_core.plugins import builtin
-from chatlearn_core.runtime.outputs import check_outputs
-from chatlearn_core.types import OutputRequest, Sample, pack_samples, per_sequence
-
-_LOGPROBS = next(spec for spec in builtin.chatlearn_outputs() if spec.name == "logprobs")
+from chatlearn_core.types import Sample
 
 
 async def mismatched_logprobs(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
-    """Write the summed logprob of each sample's partner into ``sequence_data``."""
+    """Write the summed logprob of each sample's partner into ``sequence_data``: computed by the role, or read from the
+    run's cache.
+    """
     samples = [sample for request in requests for sample in request.samples if sample.loss_mask.any()]
     if not samples:
         return
     others = mismatched(samples, call.max_length)
-    batch = pack_samples(others)
-    temperature = call.node.arguments.get("temperature", call.sampling.temperature or 1.0)
-    asked = OutputRequest(frozenset({"logprobs"}), temperature)
-    outputs = await call.runtime.trainer(call.node.role).compute(batch, asked)
-    check_outputs(outputs, batch, asked, call.origin, {"logprobs": _LOGPROBS})
-    rows = per_sequence(outputs["logprobs"], batch.lengths, batch.sample_ids, "logprobs")
-    for other, row in zip(others, rows, strict=True):
-        other.token_data["logprobs"] = row
-    fetched = await call.runtime.data.aget(others, {"logprobs"})
-    for sample, other in zip(samples, fetched, strict=True):
-        sample.sequence_data[call.node.fields[0]] = float(other.token_data["logprobs"].sum(dtype=np.float64))
+    found: Sequence[npt.NDArray[Any]]
+    if call.cached is not None and call.node.kind == "cache":
+        # Of a pair whose completion the longest length cuts off, nothing is kept.
+        found = [call.cached.arrays(call, one)["logprobs"] if one.loss_mask.any() else np.zeros(1) for one in others]
+    else:
+        found = await role_logprobs(call, others)
+    for sample, logprobs in zip(samples, found, strict=True):
+        sample.sequence_data[call.node.fields[0]] = float(logprobs.sum(dtype=np.float64))
 
 
 def mismatched(samples: Sequence[Sample], max_length: int) -> list[Sample]:

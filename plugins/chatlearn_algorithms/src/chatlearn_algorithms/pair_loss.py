@@ -66,8 +66,8 @@ class PairLoss:
 
 
 def pair_metrics(scores: Tensor, pairs: Pairs) -> Metrics:
-    """``accuracy`` (pairs of which the chosen completion has the higher score), ``margin`` (mean difference),
-    ``chosen_score`` and ``rejected_score``: means over prompts.
+    """``accuracy`` (pairs of which the chosen completion has the higher score; equal scores count one half), ``margin``
+    (mean difference), ``chosen_score`` and ``rejected_score``: means over prompts.
     """
     chosen, rejected = scores[pairs.chosen].double(), scores[pairs.rejected].double()
     weights = pairs.weights.double()
@@ -77,7 +77,7 @@ def pair_metrics(scores: Tensor, pairs: Pairs) -> Metrics:
         return Metric(float((weights * values).sum()), count)
 
     return {
-        "accuracy": mean((chosen > rejected).double()),
+        "accuracy": mean(0.5 * ((chosen > rejected).double() + (chosen >= rejected).double())),
         "margin": mean(chosen - rejected),
         "chosen_score": mean(chosen),
         "rejected_score": mean(rejected),

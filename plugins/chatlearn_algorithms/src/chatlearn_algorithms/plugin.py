@@ -89,16 +89,28 @@ def chatlearn_example_kinds() -> Iterable[ExampleKindSpec]:
 
 @hookimpl
 def chatlearn_flow_methods() -> Iterable[FlowMethodSpec]:
-    """Register the mismatched logprobs that KTO needs."""
+    """Register the mismatched logprobs that KTO needs, and the logprobs of teachers with another vocabulary."""
     return [
         FlowMethodSpec(
             name="trainer.mismatched_logprobs",
             summary="Summed logprobs of each prompt with a completion of another prompt (KTO, arXiv 2402.01306).",
-            arguments="chatlearn_core.flow.arguments:ComputeArguments",
+            arguments="chatlearn_algorithms.call_arguments:MismatchedArguments",
+            outputs=("logprobs",),
+            other_samples="chatlearn_algorithms.mismatched:mismatched",
             adds=("{name}_mismatched_logprobs",),
             granularity="batch",
             action="chatlearn_algorithms.mismatched:mismatched_logprobs",
-        )
+        ),
+        FlowMethodSpec(
+            name="trainer.text_logprobs",
+            summary="Logprobs of the completions' text under a model with its own tokenizer and chat template.",
+            arguments="chatlearn_algorithms.call_arguments:TextLogprobsArguments",
+            adds=("{name}_text_logprobs", "{name}_text_spans"),
+            granularity="batch",
+            changes=True,
+            action="chatlearn_algorithms.shared_text:text_logprobs",
+            by_text=True,
+        ),
     ]
 
 

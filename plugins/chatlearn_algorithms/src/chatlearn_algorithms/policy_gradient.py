@@ -9,19 +9,17 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from chatlearn_algorithms.adaptive_kl import AdaptiveKL
-from chatlearn_algorithms.group_advantages import Floats, derive_group_advantages
 from chatlearn_algorithms.objectives import Clip, Objective
-from chatlearn_algorithms.policy_gradient_options import ClippedOptions, GroupOptions, PolicyGradientOptions
+from chatlearn_algorithms.policy_gradient_options import ClippedOptions, PolicyGradientOptions
 from chatlearn_algorithms.policy_loss import ImportanceCorrection, PolicyLoss
 from chatlearn_algorithms.scored_rewards import KLPenalty, ScoredRewards, scored_rewards
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import Algorithm, AlgorithmContext, RoleUpdate
-from chatlearn_core.types import KEPT_IDS, Derived, LogprobBasis, Metric, TrainBatch
+from chatlearn_core.types import KEPT_IDS, LogprobBasis, Metric, TrainBatch
 from chatlearn_losses import check_same_basis
 
 OptionsT = TypeVar("OptionsT", bound=PolicyGradientOptions)
 ClippedT = TypeVar("ClippedT", bound=ClippedOptions)
-GroupT = TypeVar("GroupT", bound=GroupOptions)
 
 
 class PolicyGradient(Algorithm, Generic[OptionsT]):
@@ -63,7 +61,10 @@ class PolicyGradient(Algorithm, Generic[OptionsT]):
         roles = self.options.roles
         parts = [] if roles.reward is None else [getattr(m, roles.reward).score(samples)]
         if self.options.kl_coef and self.options.kl_estimator == "full":
-            parts.append(getattr(m, roles.reference).topk(samples, k=self.options.kl_top_k))
+            likely = getattr(m, roles.reference).topk(samples, k=self.options.kl_top_k)
+            parts.append(likely)
+            if self.options.kl_placement == "reward":
+                parts.append(getattr(m, roles.policy).logprobs_at(likely, ids=f"{roles.reference}_topk_ids"))
         elif self.options.kl_coef:
             parts.append(self.scored_tokens(getattr(m, roles.reference), samples))
         if self.options.recompute_old_logprobs:
@@ -80,10 +81,12 @@ class PolicyGradient(Algorithm, Generic[OptionsT]):
         """Return the samples' rewards, including shaping and a KL in the reward."""
         options, penalty = self.options_at(step), None
         if options.kl_coef and options.kl_placement == "reward":
-            assert options.kl_estimator in ("k1", "k2", "k3"), "the options refuse all other values"
-            reference = f"{options.roles.reference}_{self.logprobs}"
+            assert options.kl_estimator in ("k1", "k2", "k3", "full"), "the options refuse all other values"
+            compared = (self.old_logprobs, f"{options.roles.reference}_{self.logprobs}")
+            if options.kl_estimator == "full":
+                compared = (f"{options.roles.policy}_logprobs_at", f"{options.roles.reference}_topk_logprobs")
             clamps = options.kl_clamp != "none"
-            penalty = KLPenalty(options.kl_coef, options.kl_estimator, clamps, self.old_logprobs, reference)
+            penalty = KLPenalty(options.kl_coef, options.kl_estimator, clamps, *compared)
         scored = scored_rewards(batch, penalty=penalty, bonus=self.bonus(batch))
         if self.adaptive_kl is not None:
             scored.metrics["kl_coef"] = Metric(options.kl_coef)
@@ -159,23 +162,6 @@ class ClippedPolicyGradient(PolicyGradient[ClippedT]):
 
     def objective(self, options: ClippedT) -> Objective:
         return Clip(options.clip_low, options.clip_high, options.dual_clip)
-
-
-class GroupRelative(PolicyGradient[GroupT]):
-    """A policy gradient whose advantages compare the completions of a prompt; a subclass defines how."""
-
-    def group_advantages(self, rewards: Floats) -> Floats:
-        """[G] advantages of one group from its rewards, which are not all equal."""
-        raise NotImplementedError
-
-    def advantages(self, batch: TrainBatch, step: int) -> Derived:
-        """Compute advantages relative to the other completions of the same prompt."""
-        return derive_group_advantages(
-            batch,
-            self.scored(batch, step),
-            self.group_advantages,
-            drop_zero_spread=self.options.drop_zero_spread_groups,
-        )
 
 
 def check_reference(options: PolicyGradientOptions, context: AlgorithmContext) -> None:

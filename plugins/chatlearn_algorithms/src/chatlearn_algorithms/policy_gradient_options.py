@@ -154,11 +154,10 @@ class PolicyGradientOptions(BaseModel):
                 f"kl_weight={self.kl_weight} and kl_estimator={self.kl_estimator} each give the KL its"
                 f" whole gradient; together they would double it: set kl_weight: none, or kl_estimator: k1 or k3"
             )
-        if self.kl_placement == "reward" and self.kl_estimator not in ("k1", "k2", "k3"):
-            what = "is computed with the loss" if self.kl_estimator == "full" else "differs in its gradient alone"
+        if self.kl_placement == "reward" and self.kl_estimator.endswith("_straight_through"):
             problems.append(
-                f"kl_estimator={self.kl_estimator} {what}, but kl_placement=reward subtracts a number"
-                f" from the reward: set kl_estimator: k1, k2 or k3, or kl_placement: loss"
+                f"kl_estimator={self.kl_estimator} differs in its gradient alone, but kl_placement=reward subtracts a"
+                f" number from the reward: set kl_estimator: k1, k2, k3 or full, or kl_placement: loss"
             )
         if self.kl_target is not None and not self.kl_coef:
             problems.append(
@@ -221,6 +220,52 @@ class GroupOptions(PolicyGradientOptions):
     drop_zero_spread_groups: bool = Field(
         False, description="Exclude groups whose rewards are all equal (DAPO): they carry no signal, only weight."
     )
+    dynamic_sampling: bool = Field(
+        False,
+        description="Draw further prompts until train.prompts_per_step groups have rewards that differ (DAPO),"
+        " at most rollout.max_refills times.",
+    )
+    oversampling: float = Field(
+        1.0,
+        ge=1,
+        description="Number of prompts drawn for each missing group. Surplus groups wait for the next"
+        " step if rollout.max_staleness is at least 1.",
+    )
+    overlong_buffer: int | None = Field(
+        None,
+        ge=1,
+        description="Number of tokens before the longest completion over which the reward falls; off by default.",
+    )
+    overlong_penalty: float = Field(1.0, gt=0, description="What the reward falls by at the longest completion.")
+    overlong_length: int | None = Field(
+        None, ge=1, description="Longest completion, tokens; sampling.max_tokens by default."
+    )
+
+    @model_validator(mode="after")
+    def _groups_agree(self) -> GroupOptions:
+        if self.dynamic_sampling and not self.drop_zero_spread_groups:
+            raise ValueError(
+                "dynamic_sampling=true replaces groups whose rewards are all equal, and drop_zero_spread_groups=false "
+                "trains on them, too: set drop_zero_spread_groups: true, or dynamic_sampling: false"
+            )
+        if self.oversampling > 1 and not self.dynamic_sampling:
+            raise ValueError(
+                f"oversampling={self.oversampling:g} says how many prompts dynamic_sampling draws, and that is off: "
+                "remove it, or set dynamic_sampling: true"
+            )
+        for name in sorted({"overlong_length", "overlong_penalty"} & self.model_fields_set):
+            if self.overlong_buffer is None and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} belongs to a penalty that is off: set overlong_buffer, or remove "
+                    f"{name}"
+                )
+        buffer, longest = self.overlong_buffer, self.overlong_length
+        if buffer is not None and longest is not None and buffer > longest:
+            raise ValueError(
+                f"overlong_buffer={buffer} is longer than overlong_length={longest}, so that every completion would "
+                "be punished: lower it"
+            )
+        return self
 
 
 class NormalisedOptions(GroupOptions):

@@ -8,12 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from chatlearn_algorithms.aggregated_loss import AggregatedLoss, check_token_data
 from chatlearn_algorithms.objectives import Clip, Objective
-from chatlearn_core.exceptions import FlowError
+from chatlearn_algorithms.token_means import TokenMeans
 from chatlearn_core.metrics.mismatch import mismatch_metrics
 from chatlearn_core.protocols.aggregation import Aggregation
-from chatlearn_core.protocols.loss import LossOutput, Unit
-from chatlearn_core.types import KEPT_IDS, Metric, Metrics, OutputRequest, Outputs, TrainBatch
+from chatlearn_core.protocols.loss import LossOutput
+from chatlearn_core.types import KEPT_IDS, OutputRequest, Outputs, TrainBatch
 from chatlearn_losses import (
     AggregationMode,
     CorrectionLevel,
@@ -21,7 +22,6 @@ from chatlearn_losses import (
     KLClamp,
     KLEstimator,
     KLWeight,
-    aggregation_weights,
     importance_ratio,
     importance_weights,
     kl_estimate,
@@ -42,7 +42,7 @@ class ImportanceCorrection:
 
 
 @dataclass(slots=True, frozen=True)
-class PolicyLoss:
+class PolicyLoss(AggregatedLoss):
     """Σ w (f·clip(ρ, A) + β·v·KL − η·H) over the masked tokens.
 
     w are the aggregation weights of the global mini-batch, ρ = exp(π − old), f the detached importance weights
@@ -88,23 +88,6 @@ class PolicyLoss:
             arguments["ids"] = f"{self.reference}_topk_ids"
         return OutputRequest(frozenset(names), self.temperature, arguments)
 
-    @property
-    def reads(self) -> frozenset[str]:
-        """What a plugin's aggregation looks at, see ``ReadsSamples``."""
-        return self.aggregation.reads if isinstance(self.aggregation, Aggregation) else frozenset()
-
-    @property
-    def unit(self) -> Unit:
-        """A group for ``prompt_mean``, whose denominator counts the tokens of all completions of a prompt."""
-        if isinstance(self.aggregation, Aggregation):
-            return self.aggregation.loss_unit
-        return "group" if self.aggregation == "prompt_mean" else "sequence"
-
-    def _weights(self, batch: TrainBatch) -> Tensor:
-        if isinstance(self.aggregation, Aggregation):
-            return self.aggregation(batch)
-        return aggregation_weights(batch, self.aggregation, constant_length=self.constant_length)
-
     def prepare(self, batch: TrainBatch) -> TrainBatch:
         """Add ``loss_weight``, [T].
 
@@ -114,86 +97,70 @@ class PolicyLoss:
         Raises:
             FlowError: a per-token array that the loss reads is missing.
         """
-        token_data = dict(batch.token_data)
-        if batch.num_sequences:
-            self._check_complete(batch)
-        token_data["loss_weight"] = self._weights(batch)
-        return replace(batch, token_data=token_data)
+        remedy = "A flow must join the outputs of every role that the options need: <role>.logprobs(samples) gives"
+        check_token_data(batch, self._token_data, "The policy loss", f"{remedy} <role>_logprobs.")
+        return replace(batch, token_data=batch.token_data | {"loss_weight": self.weights(batch)})
 
     def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
         """The loss of one micro-batch and its metrics, per-token means by sum and count over the loss mask."""
         logprobs = outputs[self._logprobs]
         if not batch.num_sequences:
             return LossOutput(logprobs.sum())
-        mask, weight = batch.loss_mask, batch.token_data["loss_weight"]
-        old = batch.token_data[self.old_logprobs]
+        mask, data, means = batch.loss_mask, batch.token_data, TokenMeans(batch.loss_mask)
+        weight, old, zero = data["loss_weight"], data[self.old_logprobs], logprobs.new_zeros(())
 
-        log_ratio = masked_log_ratio(logprobs, old, mask)
-        clip = self.objective(torch.where(mask, logprobs, logprobs.new_zeros(())), log_ratio, batch)
-        per_token = clip.per_token
-        means: dict[str, Tensor] = {"pg_clipfrac": clip.clipped}
-        differences = {"ppo_kl": masked_difference(old, logprobs.detach(), mask)}
-        if clip.dual_clipped is not None:
-            means["pg_clipfrac_lower"] = clip.dual_clipped
-        if self.correction is not None:
-            corrected = importance_weights(
-                old,
-                batch.token_data["generator_logprobs"],
-                batch,
-                mode=self.correction.mode,
-                level=self.correction.level,
-                threshold=self.correction.threshold,
-                minimum=self.correction.minimum,
-            )
-            per_token = per_token * corrected.weights
-            means["importance_weight"] = corrected.weights
-            means["importance_clipfrac"] = corrected.limited
-        total = pg_loss = (weight * per_token).sum()
-
+        clip = self.objective(torch.where(mask, logprobs, zero), masked_log_ratio(logprobs, old, mask), batch)
+        total = pg_loss = (weight * self._correction(batch, means) * clip.per_token).sum()
         if self.kl_coef:
-            kl = self._kl(outputs, batch, differences)
-            total = total + self.kl_coef * (weight * kl).sum()
-            means["kl_loss"] = kl
-        if self._wants_entropy:
-            entropy = outputs["entropy"]
-            if self.entropy_coef:
-                bonus = torch.where(mask, entropy, entropy.new_zeros(()))
-                total = total - self.entropy_coef * (weight * bonus).sum()
-            means["entropy"] = entropy
+            total = total + self.kl_coef * (weight * self._kl(outputs, batch, means)).sum()
+        if self.entropy_coef:
+            total = total - self.entropy_coef * (weight * torch.where(mask, outputs["entropy"], zero)).sum()
 
-        # Distances are shown as they are, not cut as the loss cuts them. One token of probability 0 would leave nothing
-        # of their means, so such tokens are counted separately.
-        finite = torch.stack([values.isfinite() for values in differences.values()]).all(0)
-        means["infinite_kl"] = ~finite
-        # One transfer to the host for all of them.
-        sums = [torch.where(mask, values.detach(), 0).sum(dtype=torch.float64) for values in means.values()]
-        sums += [torch.where(mask & finite, values, 0).sum(dtype=torch.float64) for values in differences.values()]
-        counts = [mask.sum(dtype=torch.float64), (mask & finite).sum(dtype=torch.float64)]
-        pg_total, count, num_finite, *totals = torch.stack([pg_loss.detach().double(), *counts, *sums]).tolist()
-        metrics: Metrics = {"pg_loss": Metric(pg_total, reducer="sum")}
-        num_tokens = [count] * len(means) + [num_finite] * len(differences)
-        names = (*means, *differences)
-        metrics |= {name: Metric(*parts) for name, *parts in zip(names, totals, num_tokens, strict=True)}
+        means.values |= {"pg_clipfrac": clip.clipped}
+        means.values |= {"pg_clipfrac_lower": clip.dual_clipped} if clip.dual_clipped is not None else {}
+        means.values |= {"entropy": outputs["entropy"]} if self._wants_entropy else {}
+        means.distances |= {"ppo_kl": masked_difference(old, logprobs.detach(), mask)}
+        metrics = means.metrics(pg_loss=pg_loss)
         if self.old_logprobs == "generator_logprobs":
             # No other output has trainer logprobs to compare with. From a step's second update on, the difference
             # includes the effect of the updates.
             metrics |= mismatch_metrics(logprobs, old, mask)
         return LossOutput(total, metrics)
 
-    def _kl(self, outputs: Outputs, batch: TrainBatch, differences: dict[str, Tensor]) -> Tensor:
-        """[T] the KL of each token, with gradient; adds its metrics."""
+    def _correction(self, batch: TrainBatch, means: TokenMeans) -> Tensor | float:
+        """[T] f, or 1; adds its metrics."""
+        if self.correction is None:
+            return 1.0
+        corrected = importance_weights(
+            batch.token_data[self.old_logprobs],
+            batch.token_data["generator_logprobs"],
+            batch,
+            mode=self.correction.mode,
+            level=self.correction.level,
+            threshold=self.correction.threshold,
+            minimum=self.correction.minimum,
+        )
+        means.values |= {"importance_weight": corrected.weights, "importance_clipfrac": corrected.limited}
+        return corrected.weights
+
+    def _kl(self, outputs: Outputs, batch: TrainBatch, means: TokenMeans) -> Tensor:
+        """[T] v·KL, with gradient; adds its metrics."""
         logprobs, mask = outputs[self._logprobs], batch.loss_mask
         zero = logprobs.new_zeros(())
         if self._full_kl:
             chosen = (outputs["logprobs_at"], batch.token_data[f"{self.reference}_topk_logprobs"].to(logprobs))
-            return topk_kl(*(torch.where(mask[:, None], values, zero) for values in chosen)) * mask
+            kl = topk_kl(*(torch.where(mask[:, None], values, zero) for values in chosen)) * mask
+            means.values |= {"kl_loss": kl}
+            return kl
         assert self.kl_estimator != "full"
         reference_logprobs = batch.token_data[f"{self.reference}_{self._logprobs}"]
         policy, reference = (torch.where(mask, values, zero) for values in (logprobs, reference_logprobs))
-        differences["reference_kl_k1"] = policy.detach() - reference
-        differences["reference_kl"] = kl_estimate(policy.detach().double(), reference.double(), "k3", clamp="none")
+        k3 = kl_estimate(policy.detach().double(), reference.double(), "k3", clamp="none")
+        means.distances |= {"reference_kl_k1": policy.detach() - reference, "reference_kl": k3}
         weights = self._kl_weights(logprobs, batch)
-        return kl_estimate(policy, reference, self.kl_estimator, clamp=self.kl_clamp, weights=weights)
+        kl = kl_estimate(policy, reference, self.kl_estimator, clamp=self.kl_clamp, weights=weights)
+        means.values |= {"kl_loss": kl}
+        return kl
 
     def _kl_weights(self, logprobs: Tensor, batch: TrainBatch) -> Tensor | None:
         """The weight of each token's KL, with gradient."""
@@ -217,7 +184,9 @@ class PolicyLoss:
     def _wants_entropy(self) -> bool:
         return self.log_entropy or self.entropy_coef != 0.0
 
-    def _check_complete(self, batch: TrainBatch) -> None:
+    @property
+    def _token_data(self) -> set[str]:
+        """Names of the token data that the loss reads."""
         needed = {"advantages", self.old_logprobs}
         if self.truncated:
             needed.add(KEPT_IDS)
@@ -227,11 +196,4 @@ class PolicyLoss:
             needed.add(f"{self.reference}_{self._logprobs}")
         if self.correction is not None or (self.kl_coef and self.kl_weight == "generator_ratio"):
             needed.add("generator_logprobs")
-        missing = sorted(needed - batch.token_data.keys())
-        if missing:
-            raise FlowError(
-                f"The policy loss reads {', '.join(missing)}, which not every sample of the mini-batch carries "
-                f"(samples {batch.sample_ids[0]} ... {batch.sample_ids[-1]}; it has: "
-                f"{', '.join(sorted(batch.token_data)) or 'nothing'}). A flow must join the outputs of"
-                f" every role that the options need: <role>.logprobs(samples) gives <role>_logprobs."
-            )
+        return needed

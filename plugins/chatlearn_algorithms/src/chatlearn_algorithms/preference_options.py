@@ -114,8 +114,8 @@ class KTOOptions(BaseModel):
     )
     cache_reference: bool = Field(
         True,
-        description="With reference_point: zero, compute the logprobs of the reference once, before the run, and keep "
-        "them on disk, so that no reference model stays in memory. Mismatched pairs need it in every step.",
+        description="Compute the logprobs of the reference, those of mismatched pairs too, before the run, and keep "
+        "them on disk, so that no reference model stays in memory.",
     )
     roles: ReferenceRoles = Field(ReferenceRoles(), description="Names of the roles in the configuration.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,14 +19,45 @@ from chatlearn_algorithms.group_advantages import (
     spread_metrics,
     without_spread,
 )
+from chatlearn_algorithms.group_relative import GroupRelative
+from chatlearn_algorithms.grpo_options import GRPOOptions
 from chatlearn_algorithms.scored_rewards import ScoredRewards
-from chatlearn_core.types import Derived, Metric, TrainBatch
+from chatlearn_core.types import Derived, Metric, RewardResult, TrainBatch
 from chatlearn_core.types.scored_batch import STEP_ENDS, TOKEN_REWARDS
+
+
+class StepSupervised(GroupRelative[GRPOOptions]):
+    """Advantages of whole completions, or with ``supervision=process`` of their steps, too."""
+
+    def advantages(self, batch: TrainBatch, step: int) -> Derived:
+        """A completion has one advantage, or each of its tokens the sum of those of its step and of later ones."""
+        if self.options.supervision == "outcome":
+            return super().advantages(batch, step)
+        return derive_process_advantages(
+            batch,
+            self.scored(batch, step),
+            self.scored(without_token_rewards(batch), step),
+            self.group_advantages,
+            drop_zero_spread=self.options.drop_zero_spread_groups,
+        )
+
+    def has_spread(self, rewards: Sequence[RewardResult]) -> bool:
+        """Verdicts differ, or with ``supervision=process`` those of completions without their steps, or of steps."""
+        return super().has_spread(rewards) if self.options.supervision == "outcome" else differ(rewards)
 
 
 def without_token_rewards(batch: TrainBatch) -> TrainBatch:
     """The batch with the rewards of whole completions alone."""
     return replace(batch, token_data={name: of for name, of in batch.token_data.items() if name != TOKEN_REWARDS})
+
+
+def differ(rewards: Sequence[RewardResult]) -> bool:
+    """Whether a group has spread: of several completions, their own rewards differ, or those of all their steps."""
+    steps: set[float] = set()
+    for reward in rewards:
+        if reward.token_values is not None and reward.step_ends is not None:
+            steps |= {float(value) for value in reward.token_values[reward.step_ends]}
+    return len(rewards) >= MIN_GROUP and (len({reward.value for reward in rewards}) > 1 or len(steps) > 1)
 
 
 def derive_process_advantages(
@@ -70,8 +101,7 @@ def derive_process_advantages(
         metrics["zero_spread_groups"] = Metric(float(sum(flat)), len(groups))
         metrics["reward_steps"] = Metric(float(steps.ends.sum()), batch.num_sequences)
     if drop_zero_spread:
-        exclusions, discarded = without_spread(batch, outcomes.verdicts, steps.spread())
-        metrics |= discarded
+        exclusions = without_spread(batch, outcomes.verdicts, steps.spread())
     return Derived({"advantages": torch.where(batch.loss_mask, advantages, 0.0).float()}, {}, exclusions, metrics)
 
 

@@ -47,4 +47,9 @@ class MaxRLOptions(GroupOptions, ClippedOptions):
                 "maxrl divides by the mean reward, which a KL in the reward (kl_placement=reward) can make 0 or "
                 "negative: set kl_placement: loss"
             )
+        if self.overlong_buffer is not None:
+            raise ValueError(
+                f"maxrl divides by the mean reward, which a penalty on length (overlong_buffer={self.overlong_buffer}) "
+                "can make 0 or negative: remove it, or choose another algorithm"
+            )
         return self

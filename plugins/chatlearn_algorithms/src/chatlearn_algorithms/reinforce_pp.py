@@ -9,6 +9,7 @@ from chatlearn_algorithms.group_advantages import (
     trained_tokens,
     without_spread,
 )
+from chatlearn_algorithms.group_relative import GroupBased
 from chatlearn_algorithms.policy_gradient import ClippedPolicyGradient
 from chatlearn_algorithms.reinforce_options import ReinforcePPBaselineOptions, ReinforcePPOptions
 from chatlearn_core.types import Derived, TrainBatch
@@ -26,7 +27,7 @@ class ReinforcePP(ClippedPolicyGradient[ReinforcePPOptions]):
         return Derived({"advantages": whiten(returns, batch.loss_mask).float()}, metrics=scored.metrics)
 
 
-class ReinforcePPBaseline(ClippedPolicyGradient[ReinforcePPBaselineOptions]):
+class ReinforcePPBaseline(GroupBased[ReinforcePPBaselineOptions], ClippedPolicyGradient[ReinforcePPBaselineOptions]):
     """REINFORCE++ on rewards minus the mean reward of the prompt's group."""
 
     advantage_split = "batch"
@@ -35,9 +36,8 @@ class ReinforcePPBaseline(ClippedPolicyGradient[ReinforcePPBaselineOptions]):
         scored = self.scored(batch, step)
         exclusions, metrics = groups_too_small(batch), scored.metrics | spread_metrics(batch, scored)
         if self.options.drop_zero_spread_groups:
-            exclusions, discarded = without_spread(batch, scored.verdicts)
-            metrics |= discarded
-        centred = scored.tokens - rewards_at_actions(batch, group_means(batch, scored.verdicts))
+            exclusions = without_spread(batch, scored.verdicts)
+        centred = scored.tokens - rewards_at_actions(batch, group_means(batch, scored.shaped))
         returns = discounted_returns(centred, batch, gamma=self.options.gamma)
         advantages = whiten(returns, trained_tokens(batch, exclusions)).float()
         return Derived({"advantages": advantages}, {}, exclusions, metrics)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from chatlearn_algorithms.group_advantages import Floats
-from chatlearn_algorithms.policy_gradient import ClippedPolicyGradient, GroupRelative
+from chatlearn_algorithms.group_relative import GroupRelative
+from chatlearn_algorithms.policy_gradient import ClippedPolicyGradient
 from chatlearn_algorithms.reinforce_options import RLOOOptions
 
 

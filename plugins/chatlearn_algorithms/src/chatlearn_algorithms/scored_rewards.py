@@ -12,7 +12,7 @@ from torch import Tensor
 
 from chatlearn_core.exceptions import FlowError
 from chatlearn_core.types import Metric, Metrics, TrainBatch
-from chatlearn_losses import kl_estimate, masked_difference, rewards_at_actions
+from chatlearn_losses import kl_estimate, masked_difference, rewards_at_actions, topk_kl
 from chatlearn_losses.kl import MAX_LOG_DIFFERENCE
 
 
@@ -22,8 +22,10 @@ class ScoredRewards:
 
     verdicts: Tensor
     """[S] the rewards of the reward roles: the verdict plus the rewards of single tokens."""
+    shaped: Tensor
+    """[S] verdicts with shaping."""
     outcomes: Tensor
-    """[S] rewards with shaping and without the KL."""
+    """[S] verdicts with shaping, minus the KL in the reward."""
     tokens: Tensor
     """[T] rewards at the tokens that the policy sampled; the verdict is at the last one."""
     metrics: Metrics
@@ -34,12 +36,13 @@ class KLPenalty:
     """−β KL_t of each sampled token, from the logprobs at the beginning of the step (arXiv 2203.02155, eq. 2)."""
 
     coef: float
-    estimator: Literal["k1", "k2", "k3"]
+    estimator: Literal["k1", "k2", "k3", "full"]
+    """``full``: over the reference's most likely tokens and one class for all others."""
     clamps: bool
     """Whether log-ratios are clipped to ±20, so that a token of probability 0 does not make other advantages infinite.
     """
     policy_logprobs: str
-    """``token_data``"""
+    """``token_data``, [T] of the sampled tokens; for ``full`` [T, k] of the reference's most likely ones."""
     reference_logprobs: str
 
     def __call__(self, batch: TrainBatch) -> Tensor:
@@ -50,6 +53,8 @@ class KLPenalty:
         """
         _check_present(batch, (self.policy_logprobs, self.reference_logprobs))
         policy, reference = batch.token_data[self.policy_logprobs], batch.token_data[self.reference_logprobs]
+        if self.estimator == "full":
+            return torch.where(batch.loss_mask, topk_kl(policy.double(), reference.double()), 0.0)
         x = masked_difference(reference.double(), policy.double(), batch.loss_mask)
         if self.clamps:
             x = x.clamp(-MAX_LOG_DIFFERENCE, MAX_LOG_DIFFERENCE)
@@ -70,11 +75,12 @@ def scored_rewards(
     Raises:
         FlowError: the batch has no rewards.
     """
-    verdicts = outcomes = _verdicts(batch)
+    verdicts = shaped = _verdicts(batch)
     of_sequences = batch.sequence_data["reward"].double() if batch.num_sequences else verdicts
     if bonus is not None:
-        outcomes, of_sequences = outcomes + bonus, of_sequences + bonus
+        shaped, of_sequences = shaped + bonus, of_sequences + bonus
     tokens = rewards_at_actions(batch, of_sequences, batch.token_data.get("token_rewards"))
+    outcomes = shaped
     metrics: Metrics = {}
     if batch.num_sequences:
         metrics["reward"] = Metric(float(verdicts.sum()), batch.num_sequences)
@@ -87,7 +93,7 @@ def scored_rewards(
         tokens = tokens - penalty.coef * kl
         outcomes = outcomes - penalty.coef * kl.new_zeros(batch.num_sequences).index_add_(0, batch.sequence_index, kl)
         metrics["reward_kl"] = Metric(float(kl.sum()), float(batch.loss_mask.sum()))
-    return ScoredRewards(verdicts, outcomes, tokens, metrics)
+    return ScoredRewards(verdicts, shaped, outcomes, tokens, metrics)
 
 
 def components(batch: TrainBatch, weights: Mapping[str, float]) -> dict[str, Tensor]:
@@ -132,5 +138,5 @@ def _check_present(batch: TrainBatch, names: tuple[str, ...]) -> None:
         raise FlowError(
             f"kl_placement=reward reads {', '.join(missing)}, which samples {batch.sample_ids[0]} ... "
             f"{batch.sample_ids[-1]} do not have (they have {', '.join(sorted(batch.token_data)) or 'nothing'}). The "
-            "flow must join <role>.logprobs(samples) of the policy and of the reference"
+            "flow must join the outputs of policy and reference: <role>.logprobs(samples) gives <role>_logprobs"
         )

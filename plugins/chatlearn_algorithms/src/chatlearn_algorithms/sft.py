@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
+from chatlearn_algorithms.aggregated_loss import AggregatedLoss
 from chatlearn_algorithms.sft_options import SFTOptions
 from chatlearn_core.protocols import Aggregation, Algorithm, AlgorithmContext, RoleUpdate
-from chatlearn_core.protocols.loss import LossOutput, Unit
+from chatlearn_core.protocols.loss import LossOutput
 from chatlearn_core.types import Derived, Metric, Metrics, OutputRequest, Outputs, TrainBatch
-from chatlearn_losses import AggregationMode, aggregation_weights
+from chatlearn_losses import AggregationMode
 
 
 @dataclass(slots=True, frozen=True)
-class SFTLoss:
+class SFTLoss(AggregatedLoss):
     """−Σ w·π over the masked tokens: cross-entropy, at temperature 1."""
 
     aggregation: AggregationMode | Aggregation = "token_mean"
@@ -25,22 +26,9 @@ class SFTLoss:
     def needs(self) -> OutputRequest:
         return OutputRequest(frozenset({"logprobs"}))
 
-    @property
-    def reads(self) -> frozenset[str]:
-        """What a plugin's aggregation looks at, see ``ReadsSamples``."""
-        return self.aggregation.reads if isinstance(self.aggregation, Aggregation) else frozenset()
-
-    @property
-    def unit(self) -> Unit:
-        return self.aggregation.loss_unit if isinstance(self.aggregation, Aggregation) else "sequence"
-
     def prepare(self, batch: TrainBatch) -> TrainBatch:
         """Add ``loss_weight``."""
-        if isinstance(self.aggregation, Aggregation):
-            weights = self.aggregation(batch)
-        else:
-            weights = aggregation_weights(batch, self.aggregation)
-        return replace(batch, token_data=batch.token_data | {"loss_weight": weights})
+        return replace(batch, token_data=batch.token_data | {"loss_weight": self.weights(batch)})
 
     def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
         """The loss of one micro-batch; ``nll`` is the mean over tokens, nats, in every aggregation mode."""

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from chatlearn_core.exceptions import FlowError
+from chatlearn_algorithms.aggregated_loss import AggregatedLoss, check_token_data
 from chatlearn_core.protocols.aggregation import Aggregation
-from chatlearn_core.protocols.loss import LossOutput, Unit
+from chatlearn_core.protocols.loss import LossOutput
 from chatlearn_core.types import Metric, OutputRequest, Outputs, TrainBatch
-from chatlearn_losses import AggregationMode, aggregation_weights, clipped_value_loss
+from chatlearn_losses import AggregationMode, clipped_value_loss
 
 
 @dataclass(slots=True, frozen=True)
-class ValueLoss:
+class ValueLoss(AggregatedLoss):
     """Σ w ½ max((V − R)², (clip(V, V_old ± ε) − R)²) over the masked tokens.
 
     Reads ``token_data``: ``returns``, and the values before the step.
@@ -28,36 +28,15 @@ class ValueLoss:
     def needs(self) -> OutputRequest:
         return OutputRequest(frozenset({"values"}))
 
-    @property
-    def reads(self) -> frozenset[str]:
-        """What a plugin's aggregation looks at, see ``ReadsSamples``."""
-        return self.aggregation.reads if isinstance(self.aggregation, Aggregation) else frozenset()
-
-    @property
-    def unit(self) -> Unit:
-        if isinstance(self.aggregation, Aggregation):
-            return self.aggregation.loss_unit
-        return "group" if self.aggregation == "prompt_mean" else "sequence"
-
     def prepare(self, batch: TrainBatch) -> TrainBatch:
         """Add ``loss_weight``, [T].
 
         Raises:
             FlowError: a per-token array that the loss reads is missing.
         """
-        missing = sorted({"returns", self.old_values} - batch.token_data.keys())
-        if batch.num_sequences and missing:
-            raise FlowError(
-                f"The value loss reads {', '.join(missing)}, which not every sample of the mini-batch carries (samples "
-                f"{batch.sample_ids[0]} ... {batch.sample_ids[-1]}; it has: "
-                f"{', '.join(sorted(batch.token_data)) or 'nothing'}). The flow must join <critic>.values(samples), "
-                "and the algorithm's advantages must give returns"
-            )
-        if isinstance(self.aggregation, Aggregation):
-            weights = self.aggregation(batch)
-        else:
-            weights = aggregation_weights(batch, self.aggregation)
-        return replace(batch, token_data=batch.token_data | {"loss_weight": weights})
+        remedy = "The flow must join <critic>.values(samples), and the algorithm's advantages must give returns"
+        check_token_data(batch, ("returns", self.old_values), "The value loss", remedy)
+        return replace(batch, token_data=batch.token_data | {"loss_weight": self.weights(batch)})
 
     def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
         """The loss of one micro-batch, and token means: ``value_clipfrac``, ``value`` and ``value_error`` (V − R)²."""

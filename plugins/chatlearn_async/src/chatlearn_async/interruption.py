@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable
+import zlib
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from chatlearn_async.admissions import AdmissionLog, Replay
 from chatlearn_async.busy_time import BusyTime
@@ -14,26 +17,37 @@ from chatlearn_core.exceptions import BackendError, ConfigError, RoleLostError
 from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.executor.rollouts.pending import Group, Progress
 from chatlearn_core.executor.step_samples import RolloutRequest
+from chatlearn_core.protocols import AtSync
 from chatlearn_core.types import Completion, GenerateRequest
+from chatlearn_core.types.array_ref import ArrayRef
 
 _RETRY_S = 1.0
 """After this time without an answer, requests are aborted once more: some may have started only then."""
+_POLL_S = 0.005
+"""How often a run that repeats another looks whether it is as far as the other was at a weight sync."""
 
 
 class InterruptibleCompletions:
     """Answers the flow's calls on generators: a ``CompletionSource``.
 
-    Between ``interrupt`` and ``resume`` no request of the roles is open, or all are paused in the engine. A request
-    that was aborted is made again with the tokens so far; its random numbers depend on the token, so its tokens are
-    those of the weights that serve each of them.
+    Between ``interrupt`` and ``resume`` no request of the roles is open, or all are paused in the engine; with
+    ``continue``, fleets interrupt those of a replica when it loads weights. A request that was aborted is made again
+    with the tokens so far; its random numbers depend on the token, so its tokens are those of the weights that serve
+    each of them.
+
+    What every request of a rollout has sampled is kept until its wave ends. A rollout that a checkpoint holds is made
+    again from its beginning: requests that it had made are answered from there, as long as their prompts and sampling
+    parameters are the same, and it goes on with the first other one.
 
     Args:
         rollouts: the rollout managers, which send the requests.
-        roles: generator roles whose weights change. Requests to others pass unchanged.
+        roles: generator roles whose weights change. Requests to others are not interrupted.
         how: what becomes of open requests; with ``wait``, ``interrupt`` is called when there are none.
+        at_sync: how fleets interrupt the requests of a replica, with ``continue``.
         log: records interruptions by ``abort``.
         replay: interruptions to repeat.
-        keeps_progress: whether a sample is one completion, so that its tokens are kept for checkpoints.
+        turns_together: see ``CompletionSource``.
+        resumable: whether the generators resume what was aborted, which ``pause`` uses for checkpoints.
         clock: returns seconds.
     """
 
@@ -43,17 +57,21 @@ class InterruptibleCompletions:
         roles: Collection[str],
         how: DuringSync,
         *,
+        at_sync: AtSync = "none",
         log: AdmissionLog | None = None,
         replay: Replay | None = None,
-        keeps_progress: bool = True,
+        turns_together: bool = True,
+        resumable: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rollouts = rollouts
         self.roles = frozenset(roles)
         self.how = how
+        self.at_sync = at_sync
         self.log = log
         self.replay = replay
-        self.keeps_progress = keeps_progress
+        self.turns_together = turns_together
+        self.resumable = resumable
         self.busy = BusyTime(clock)
         self.step = 0
         """The step whose weight sync is next."""
@@ -66,62 +84,71 @@ class InterruptibleCompletions:
         self._is_paused = False
         self._tasks: dict[str, tuple[str, asyncio.Task[Completion]]] = {}
         """Request id -> its role, and the call of the rollout manager."""
-        self._parts: dict[str, Completion] = {}
-        """Request id -> its tokens up to the last interruption."""
-        self._ended: dict[str, Progress] = {}
-        """Sample id -> its completion or failure, while its wave is unfinished."""
+        self._made: dict[str, dict[str, Progress]] = {}
+        """Sample id -> request id -> how far it is, in the order in which they were made, while its wave is unfinished.
+        An unfinished request has its tokens up to the last interruption."""
+        self._saved: dict[str, dict[str, Progress]] = {}
+        """``_made`` at the last interruption, with plain arrays; requests without tokens are left out."""
 
     async def completion(self, role: str, request: RolloutRequest) -> Completion:
         """See ``CompletionSource``."""
         asked = request.generate_request
-        if role not in self.roles or asked is None:
-            return await self.rollouts.completion(role, request)
-        if (ended := self._ended.get(asked.id)) is not None:  # before the run resumed
-            if ended.failure is not None:
-                raise ended.failure
-            assert ended.completion is not None, "what ended has a completion or a failure"
-            return ended.completion
-        try:
-            completion = await self._uninterrupted(role, asked)
-        except RoleLostError:
-            raise
-        except BackendError as error:
-            self._note(asked.id, Progress(failure=error))
-            raise
-        self._note(asked.id, Progress(completion))
-        return completion
+        assert asked is not None, "a flow over prompts gives every rollout a generation request"
+        made, digest = self._made.setdefault(request.sample_id, {}), _digest(asked)
+        found = made.get(asked.id)
+        if found is not None and (found.digest != digest or not digest):
+            names = list(made)
+            for name in names[names.index(asked.id) :]:  # the rollout goes another way than before
+                del made[name]
+        found = made.setdefault(asked.id, Progress(digest=digest))
+        if not found.ended:
+            try:
+                if role in self.roles:
+                    found = replace(found, completion=await self._uninterrupted(role, request.sample_id, asked, made))
+                else:
+                    found = replace(found, completion=await self.rollouts.completion(role, request))
+            except RoleLostError:
+                raise
+            except BackendError as error:
+                found = Progress(failure=error, digest=digest)
+            made[asked.id] = found
+        if found.failure is not None:
+            raise found.failure
+        assert found.completion is not None, "what ended has a completion or a failure"
+        return found.completion
 
-    def _note(self, request_id: str, progress: Progress) -> None:
-        self._parts.pop(request_id, None)
-        if self.keeps_progress:
-            self._ended[request_id] = progress
-
-    async def _uninterrupted(self, role: str, asked: GenerateRequest) -> Completion:
+    async def _uninterrupted(
+        self, role: str, sample_id: str, asked: GenerateRequest, made: dict[str, Progress]
+    ) -> Completion:
         """The whole completion, however often it is interrupted."""
         while True:
             await self._open.wait()
-            cut = None if self.replay is None else self.replay.cut(self.step, asked.id)
+            progress = made[asked.id]  # with plain arrays, if it was interrupted
+            cut = None if self.replay is None else self.replay.cut(self.step, sample_id, asked.id)
             if cut is not None:
                 resumed = self._resumed
-                await self._sample_to(cut, role, asked)
+                made[asked.id] = await self._sample_to(cut, role, asked, progress)
                 await resumed.wait()
                 continue
             number = self._num_interruptions
-            completion = await self._call(role, replace(asked, resume_from=self._parts.get(asked.id)))
-            if completion.finish_reason != "abort" or number == self._num_interruptions:
+            completion = await self._call(role, replace(asked, resume_from=progress.completion))
+            was_interrupted = self.how == "continue" or number != self._num_interruptions
+            if completion.finish_reason != "abort" or not was_interrupted:
                 return completion
-            self._keep(asked.id, completion)
+            if self.how == "continue":  # no interrupt fetches it
+                [completion] = await self.rollouts.runtime.data.aget_completions([completion])
+            if len(completion.token_ids):
+                made[asked.id] = replace(progress, completion=completion)
 
-    async def _sample_to(self, cut: int, role: str, asked: GenerateRequest) -> None:
+    async def _sample_to(self, cut: int, role: str, asked: GenerateRequest, progress: Progress) -> Progress:
         """Sample the tokens that a recorded completion had when it was interrupted.
 
         Raises:
             ConfigError: the completion ends before.
         """
-        part = self._parts.get(asked.id)
-        if cut <= (0 if part is None else len(part.token_ids)):
-            return
-        short = replace(asked, sampling=replace(asked.sampling, max_tokens=cut), resume_from=part)
+        if cut <= progress.num_tokens:
+            return progress
+        short = replace(asked, sampling=replace(asked.sampling, max_tokens=cut), resume_from=progress.completion)
         completion = await self._call(role, short)
         if completion.finish_reason != "length" or len(completion.token_ids) != cut:
             assert self.replay is not None, "cuts come from a record"
@@ -130,11 +157,7 @@ class InterruptibleCompletions:
                 f"the weight sync of step {self.step}, but here it ended after {len(completion.token_ids)} "
                 f"({completion.finish_reason}). It belongs to a run with other data, settings or software"
             )
-        self._keep(asked.id, replace(completion, sampling=asked.sampling, finish_reason="abort"))
-
-    def _keep(self, request_id: str, completion: Completion) -> None:
-        if len(completion.token_ids):
-            self._parts[request_id] = completion
+        return replace(progress, completion=replace(completion, sampling=asked.sampling, finish_reason="abort"))
 
     async def _call(self, role: str, request: GenerateRequest) -> Completion:
         task = asyncio.ensure_future(self.rollouts.of(role).generate(request))
@@ -148,30 +171,37 @@ class InterruptibleCompletions:
 
     # Weight syncs
 
-    async def interrupt(self, in_flight: Collection[str]) -> None:
-        """Let no request sample until ``resume``.
+    async def interrupt(self, in_flight: Callable[[], Sequence[str]], *, saves: bool = False) -> None:
+        """Let no request sample until ``resume``; with ``continue``, let fleets interrupt them.
 
         Args:
-            in_flight: ids of the samples whose rollouts are unfinished, for the record.
+            in_flight: returns the ids of the samples whose rollouts are unfinished, for the record.
+            saves: whether a checkpoint follows. Tokens that are paused in an engine would not be in it, so they are
+                aborted, if they can be resumed.
 
         Raises:
             BackendError: a replica that lives could not be asked.
             ConfigError: the record that is repeated does not fit.
         """
+        if self.how == "continue":
+            for role in self.roles:
+                self.rollouts.runtime.generator(role).at_sync = self.at_sync
+            await self._fetch_values()
+            return
+        if self.replay is not None:
+            while self.replay.behind(self.step, in_flight(), self._made):
+                await asyncio.sleep(_POLL_S)
         self._open.clear()
-        if self.how == "pause":
+        if self.how == "pause" and not (saves and self.resumable):
             await self._pause()
         else:
-            await self._end_all(in_flight)
+            await self._end_all()
         await self._fetch_values()
         if self.log is not None:
-            open_ids = (name for name in in_flight if name not in self._ended)
-            self.log.write(self.step, {name: self._num_tokens(name) for name in open_ids})
+            self.log.write(self.step, {name: self._made.get(name, {}) for name in in_flight()})
 
-    async def _end_all(self, in_flight: Collection[str]) -> None:
+    async def _end_all(self) -> None:
         self._num_interruptions += 1
-        if self.replay is not None:
-            self.replay.check(self.step, set(in_flight))
         while self._tasks:
             if self.replay is None:
                 for role in self.roles:
@@ -201,35 +231,37 @@ class InterruptibleCompletions:
 
     async def _fetch_values(self) -> None:
         """Replace references by values, so that they survive the loss of a worker and can be saved."""
-        data = self.rollouts.runtime.data
-        parts = await data.aget_completions(list(self._parts.values()))
-        self._parts = dict(zip(self._parts, parts, strict=True))
-        found = {name: one.completion for name, one in self._ended.items() if one.completion is not None}
-        for name, completion in zip(found, await data.aget_completions(list(found.values())), strict=True):
-            self._ended[name] = Progress(completion)
-
-    def _num_tokens(self, sample_id: str) -> int:
-        part = self._parts.get(sample_id)
-        return 0 if part is None else len(part.token_ids)
+        begun = [
+            (sample_id, name, progress)
+            for sample_id, made in self._made.items()
+            for name, progress in made.items()
+            if progress.completion is not None or progress.failure is not None
+        ]
+        found = [progress.completion for _, _, progress in begun if progress.completion is not None]
+        plain = iter(await self.rollouts.runtime.data.aget_completions(found))
+        self._saved = {}
+        for sample_id, name, progress in begun:
+            if progress.completion is not None:
+                progress = replace(progress, completion=next(plain))
+            self._saved.setdefault(sample_id, {})[name] = progress
+            if name in self._made.get(sample_id, {}):
+                self._made[sample_id][name] = progress
 
     # Progress
 
     def progress(self, sample_id: str) -> Progress:
         """How far a sample was at the last interruption."""
-        return self._ended.get(sample_id) or Progress(self._parts.get(sample_id) if self.keeps_progress else None)
+        return Progress(turns=self._saved.get(sample_id, {}))
 
     def restore(self, group: Group) -> None:
         """Take over the progress of a group from a checkpoint."""
         for request, progress in zip(group.requests, group.progress, strict=True):
-            if progress.ended:
-                self._ended[request.sample_id] = progress
-            elif progress.completion is not None:
-                self._parts[request.sample_id] = progress.completion
+            self._made[request.sample_id] = dict(progress.turns)
 
     def forget(self, sample_ids: Iterable[str]) -> None:
         """The rollouts of these samples are finished."""
         for name in sample_ids:
-            self._ended.pop(name, None)
+            self._made.pop(name, None)
 
     async def close(self) -> None:
         """Forget everything: the run ends, or goes back to a checkpoint. The rollouts were cancelled before; a request
@@ -240,5 +272,15 @@ class InterruptibleCompletions:
                 task.cancel()
             await asyncio.wait(running)
             await asyncio.sleep(0)  # those that wait for a task take its result
-        self._parts.clear()
-        self._ended.clear()
+        self._made.clear()
+
+
+def _digest(asked: GenerateRequest) -> int:
+    """Checksum of what determines a request's answer, besides the weights; 0 if its tokens stay with a worker."""
+    given = [ids for ids in (asked.prompt_ids, asked.forced_ids) if ids is not None]
+    if any(isinstance(ids, ArrayRef) for ids in given):
+        return 0
+    found = zlib.crc32(repr(asked.sampling).encode())
+    for ids in given:
+        found = zlib.crc32(np.ascontiguousarray(ids, np.int64).tobytes(), found)
+    return found or 1

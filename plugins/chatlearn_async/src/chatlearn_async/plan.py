@@ -8,6 +8,7 @@ from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.flow import Graph
 from chatlearn_core.plugins.compatibility import kv_after_sync_of
 from chatlearn_core.plugins.records import GeneratorSpec
+from chatlearn_core.protocols import AtSync
 
 _KV_TEXT = {
     "recomputed": "stay in the engine, which recomputes their KV cache under the new weights",
@@ -31,6 +32,7 @@ def one_step_off(options: OneStepOffOptions, loaded: LoadedConfig, graph: Graph)
     return [
         "one_step_off: the rollouts of the next step are made while a step trains",
         "at a weight sync: wait for these rollouts, so that each completion is of one policy version",
+        *_turns_lines(graph, together=True),
     ]
 
 
@@ -43,22 +45,33 @@ def asynchronous(options: AsyncOptions, loaded: LoadedConfig, graph: Graph) -> l
     _check_generates(loaded, graph)
     staleness = loaded.config.rollout.max_staleness
     staleness = 1 if staleness is None else staleness
+    together = turns_together(options, staleness, loaded.source)
+    turns = _turns_lines(graph, together)
     if staleness == 0:
-        return ["async with max_staleness 0: rollouts and updates take turns, as in sync"]
+        return ["async with max_staleness 0: rollouts and updates take turns, as in sync", *turns]
     how = during_sync(options, loaded, graph)
     lines = [
         f"async: rollouts are made up to {staleness} step(s) ahead; tokens are at most {staleness} policy version(s) "
-        "old when they are trained on"
+        "old when they are trained on",
+        *turns,
     ]
     if how == "wait":
         return [*lines, "at a weight sync: wait until every rollout has ended"]
+    which = "unfinished completions"
+    if how == "continue":
+        lines.append("at a weight sync: completions go on, except on the replicas whose turn it is to load weights")
+        which += " of these replicas"
     for role in serving_generators(loaded):
         choice = loaded.plugin("roles", role)
         assert isinstance(choice.record, GeneratorSpec)
         text = "are aborted and resume from their tokens under the new weights"
-        if how == "pause":
+        if how == "continue":
+            text = "are aborted and resume from their tokens on other replicas"
+        if at_sync(how, loaded) == "pause":
             text = _KV_TEXT[kv_after_sync_of(choice.record, choice.options)]
-        lines.append(f"at a weight sync: unfinished completions of {role} ({choice.record.name}) {text}")
+            if how == "pause" and abort_problem(loaded) is None and loaded.config.checkpoint.every:
+                text += "; before a checkpoint they are aborted and resume, so that it has their tokens"
+        lines.append(f"at a weight sync: {which} of {role} ({choice.record.name}) {text}")
     if options.replay is not None:
         lines.append(f"repeats the run that recorded {options.replay}")
     return lines
@@ -71,7 +84,8 @@ def during_sync(options: AsyncOptions, loaded: LoadedConfig, graph: Graph) -> Du
         ConfigError: a generator or the flow does not permit what is configured; names the role and the remedy.
     """
     key = f"{loaded.source}: rollout.options.during_sync"
-    problems = {"abort": _abort_problem(loaded), "pause": _pause_problem(loaded)}
+    problems = {"abort": abort_problem(loaded), "pause": _pause_problem(loaded)}
+    problems["continue"] = _turns_problem(loaded) or (problems["pause"] and problems["abort"])
     if used := _used_generator(loaded, graph):
         problems = dict.fromkeys(problems, used)
     how: DuringSync = "wait"
@@ -80,24 +94,57 @@ def during_sync(options: AsyncOptions, loaded: LoadedConfig, graph: Graph) -> Du
         problem = problems.get(how)
         if problem is not None:
             raise ConfigError(f"{key} is {how!r}, but {problem}. Set it to auto, or to wait")
+    elif problems["continue"] is None and options.replay is None:
+        how = "continue"
     elif problems["abort"] is None:
         how = "abort"
     elif problems["pause"] is None:
         how = "pause"
     if options.replay is not None:
-        _check_replay(how, loaded, graph)
+        _check_replay(how, loaded)
     return how
+
+
+def turns_together(options: AsyncOptions, staleness: int, source: str) -> bool:
+    """Whether concurrent rollouts of an environment proceed together.
+
+    Raises:
+        ConfigError: they are to go on at once although the run is reproducible, or together although another run, in
+            which timing mattered, is repeated.
+    """
+    key = f"{source}: rollout.options.turns"
+    if options.turns == "free" and staleness == 0:
+        raise ConfigError(
+            f"{key} is 'free', but with rollout.max_staleness 0 a run equals one with rollout.mode: sync bit for bit, "
+            "so what the generator batches must not depend on how long tools take. Remove turns, or raise max_staleness"
+        )
+    if options.turns == "together" and options.replay is not None:
+        raise ConfigError(
+            f"{key} is 'together', but the record of rollout.options.replay says when each turn was sampled. Remove "
+            "turns"
+        )
+    return options.turns == "together" or (options.turns == "auto" and staleness == 0)
+
+
+def _turns_lines(graph: Graph, together: bool) -> list[str]:
+    """What the plan says about the turns of environments, if the flow has one."""
+    if not any(node.kind == "environment" for node in graph.nodes):
+        return []
+    if together:
+        return ["turns: rollouts of a step ask for their next turn together; the slowest tool delays them all"]
+    return ["turns: each rollout asks for its next turn at once; a slow tool delays no other rollout"]
+
+
+def at_sync(how: DuringSync, loaded: LoadedConfig) -> AtSync:
+    """What interrupts completions: ``abort``, if how is ``continue`` and the generators permit both."""
+    if how == "continue":
+        return "pause" if abort_problem(loaded) else "abort"
+    return "none" if how == "wait" else how
 
 
 def serving_generators(loaded: LoadedConfig) -> list[str]:
     """The generator roles that serve the run's model."""
     return [name for name, role in loaded.config.roles.items() if role.kind == "generator" and role.model is None]
-
-
-def makes_samples_in_one_call(graph: Graph) -> bool:
-    """Whether each sample of the flow is one completion, so that a checkpoint can hold it while it is unfinished."""
-    made = graph.calls("generator.generate")
-    return bool(made) and all(node in made for node in graph.nodes if node.kind in ("generator", "environment"))
 
 
 def _check_generates(loaded: LoadedConfig, graph: Graph) -> None:
@@ -108,7 +155,18 @@ def _check_generates(loaded: LoadedConfig, graph: Graph) -> None:
         )
 
 
-def _abort_problem(loaded: LoadedConfig) -> str | None:
+def _turns_problem(loaded: LoadedConfig) -> str | None:
+    rule = loaded.config.weight_sync.fleet_rule
+    if rule == "rolling":
+        return None
+    return (
+        f"weight_sync.fleet_rule is {rule!r}, with which all replicas load at once. Set it to rolling, which lets them "
+        "load in turns"
+    )
+
+
+def abort_problem(loaded: LoadedConfig) -> str | None:
+    """Why completions cannot be aborted and resumed; None if they can."""
     for role in serving_generators(loaded):
         record = loaded.plugin("roles", role).record
         assert isinstance(record, GeneratorSpec)
@@ -140,17 +198,12 @@ def _used_generator(loaded: LoadedConfig, graph: Graph) -> str | None:
     return None
 
 
-def _check_replay(how: DuringSync, loaded: LoadedConfig, graph: Graph) -> None:
+def _check_replay(how: DuringSync, loaded: LoadedConfig) -> None:
     key = f"{loaded.source}: rollout.options.replay"
     if how != "abort":
         raise ConfigError(
             f"{key} repeats where completions were interrupted, which only during_sync: abort determines; it is "
-            f"{how!r}. Remove replay, or choose a generator that resumes completions"
-        )
-    if not makes_samples_in_one_call(graph):
-        raise ConfigError(
-            f"{key} repeats completions of a single call of a generator, but the flow of algorithm "
-            f"{loaded.config.algorithm.name!r} has further turns. Remove replay"
+            f"{how!r}. Remove replay, or set during_sync: abort with a generator that resumes completions"
         )
     if loaded.config.rollout.work_stealing:
         raise ConfigError(f"{key} needs batches that do not depend on timing: set rollout.work_stealing: false")

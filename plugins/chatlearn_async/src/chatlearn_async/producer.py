@@ -6,13 +6,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 from chatlearn_async.admissions import AdmissionLog, Replay
 from chatlearn_async.interruption import InterruptibleCompletions
 from chatlearn_async.options import AsyncOptions, DuringSync, OneStepOffOptions
-from chatlearn_async.plan import during_sync, makes_samples_in_one_call
+from chatlearn_async.plan import abort_problem, at_sync, during_sync, turns_together
 from chatlearn_async.timeline import FILE, Timeline
 from chatlearn_async.wave import Wave
 from chatlearn_core.config.models import TrainConfig
@@ -30,7 +29,7 @@ from chatlearn_core.executor.rollouts.pending import Group, groups_of
 from chatlearn_core.executor.rollouts.staleness import oldest_version
 from chatlearn_core.executor.run_state import RunState
 from chatlearn_core.executor.scheduler import FlowScheduler
-from chatlearn_core.executor.step_samples import FinishedGroup
+from chatlearn_core.executor.step_samples import FinishedGroup, RolloutRequest
 from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Algorithm, ExampleSampler
 from chatlearn_core.types import Metric, Metrics, SamplingParams
@@ -55,6 +54,7 @@ class AsyncRolloutProducer(RolloutProducer):
         train: the section of the configuration.
         max_staleness: η.
         serving: the generators that serve the policy's weights.
+        save_every: steps between checkpoints; 0: only the last.
         timeline: records when trainer and replicas worked; None: nothing does.
         clock: returns seconds.
     """
@@ -75,6 +75,7 @@ class AsyncRolloutProducer(RolloutProducer):
         decisions: Decisions | None = None,
         rollouts: Rollouts | None = None,
         kind: ExampleKind | None = None,
+        save_every: int = 0,
         timeline: Timeline | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -86,6 +87,7 @@ class AsyncRolloutProducer(RolloutProducer):
         self.train = train
         self.max_staleness = max_staleness
         self.serving = serving
+        self.save_every = save_every
         self.timeline = Timeline(None, clock) if timeline is None else timeline
         if rollouts is not None:
             rollouts.on_open = self.timeline.opened
@@ -134,7 +136,7 @@ class AsyncRolloutProducer(RolloutProducer):
             self._drained_s += self._clock() - began
             self.timeline.waited(began)
         self.timeline.sync_begins(pauses=self.source.how == "pause")
-        await self.source.interrupt([name for wave in self._waves if not wave.is_done for name in wave.open_ids])
+        await self.source.interrupt(self._unfinished, saves=bool(self.save_every) and self._step % self.save_every == 0)
         self.pending = await self._snapshot()
 
     async def updates_done(self) -> None:
@@ -203,8 +205,23 @@ class AsyncRolloutProducer(RolloutProducer):
         await self._wait(lambda: wave.is_done)
         self._finished.extend(wave.finished())
         self._waves.popleft()
-        self.source.forget(wave.open_ids)
+        self.source.forget(request.sample_id for request in wave.open_requests)
         timers.include(wave.timers)
+
+    def _unfinished(self) -> list[str]:
+        """Ids of the samples whose rollouts are unfinished; raises what failed in a wave."""
+        found: list[str] = []
+        for wave in self._waves:
+            if wave.is_done:
+                wave.finished()
+            else:
+                found += [request.sample_id for request in wave.open_requests if not self._is_sampled(request)]
+        return found
+
+    def _is_sampled(self, request: RolloutRequest) -> bool:
+        """Whether nothing more is sampled for a request."""
+        nodes = [node for node in self.scheduler.stage if node.kind in ("generator", "environment")]
+        return request.calls_left == 0 or (request.sample is not None and len(nodes) == 1)
 
     async def _wait(self, is_over: Callable[[], bool]) -> None:
         """Wait until ``is_over``; raise what fails in any wave meanwhile."""
@@ -265,16 +282,16 @@ class AsyncRolloutProducer(RolloutProducer):
         """
         found: list[FinishedGroup | Group] = list(self._finished)
         for wave in self._waves:
-            found += wave.finished() if wave.is_done else map(partial(self._in_flight, wave), wave.groups)
+            found += wave.finished() if wave.is_done else map(self._in_flight, wave.groups)
         finished = RolloutBuffer(self.max_staleness, self.serving)
         finished.admit(group for group in found if isinstance(group, FinishedGroup))
         plain = await finished.with_values(self.scheduler.runtime.data)
         values = {group.id: Group(list(group.requests)) for group in plain.groups}
         return tuple(values[group.id] if isinstance(group, FinishedGroup) else group for group in found)
 
-    def _in_flight(self, wave: Wave, group: Group) -> Group | FinishedGroup:
-        """A group of a wave that is not done."""
-        if group not in wave.open_groups:
+    def _in_flight(self, group: Group) -> Group | FinishedGroup:
+        """A group of a wave that is not done, but may be so itself."""
+        if group.is_finished:
             return FinishedGroup(tuple(group.requests))
         unfilled = group.copy()
         unfilled.progress = [self.source.progress(request.sample_id) for request in group.requests]
@@ -290,7 +307,7 @@ def _unfilled(group: Group) -> Group:
 
 def one_step_off(options: OneStepOffOptions, context: RolloutModeContext) -> AsyncRolloutProducer:
     """The producer of the mode ``one_step_off``."""
-    return _producer(context, "wait", None)
+    return _producer(context, "wait")
 
 
 def asynchronous(options: AsyncOptions, context: RolloutModeContext) -> AsyncRolloutProducer:
@@ -300,13 +317,16 @@ def asynchronous(options: AsyncOptions, context: RolloutModeContext) -> AsyncRol
         ConfigError: the record of ``replay`` cannot be read.
     """
     if context.max_staleness == 0:
-        return _producer(context, "wait", None)
+        return _producer(context, "wait")
     assembly = context.parts.assembly
     replay = None if options.replay is None else Replay(Path(options.replay))
-    return _producer(context, during_sync(options, assembly.loaded, assembly.graph), replay)
+    together = turns_together(options, context.max_staleness, assembly.loaded.source)
+    return _producer(context, during_sync(options, assembly.loaded, assembly.graph), replay, together)
 
 
-def _producer(context: RolloutModeContext, how: DuringSync, replay: Replay | None) -> AsyncRolloutProducer:
+def _producer(
+    context: RolloutModeContext, how: DuringSync, replay: Replay | None = None, together: bool = True
+) -> AsyncRolloutProducer:
     """A producer.
 
     Raises:
@@ -320,9 +340,11 @@ def _producer(context: RolloutModeContext, how: DuringSync, replay: Replay | Non
         parts.rollouts,
         serving,
         how,
+        at_sync=at_sync(how, assembly.loaded),
         log=AdmissionLog(assembly.plan.run_dir) if how == "abort" else None,
         replay=replay,
-        keeps_progress=makes_samples_in_one_call(assembly.graph),
+        turns_together=together,
+        resumable=abort_problem(assembly.loaded) is None,
     )
     return AsyncRolloutProducer(
         production_scheduler(parts),
@@ -338,5 +360,6 @@ def _producer(context: RolloutModeContext, how: DuringSync, replay: Replay | Non
         decisions=context.decisions,
         rollouts=parts.rollouts,
         kind=assembly.kind,
+        save_every=assembly.config.checkpoint.every,
         timeline=Timeline(assembly.plan.run_dir / FILE),
     )

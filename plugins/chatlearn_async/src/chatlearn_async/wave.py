@@ -36,11 +36,6 @@ class Wave:
         """Whether every group is finished, or the stage failed."""
         return self.task is not None and self.task.done()
 
-    @property
-    def open_ids(self) -> list[str]:
-        """Ids of the samples whose rollouts are made."""
-        return [request.sample_id for request in self.open_requests]
-
     def finished(self) -> list[FinishedGroup]:
         """Its groups, once it is done.
 

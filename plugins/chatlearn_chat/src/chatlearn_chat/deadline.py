@@ -10,7 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_IDLE_S = 10.0
+_IDLE_S = 1.0
 """The watching thread ends after this many seconds without calls."""
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from chatlearn_chat.renderer import ChatTemplateRenderer
 from chatlearn_core.data.format import Message
+from chatlearn_core.protocols.prompt_renderer import PromptRenderer
 from chatlearn_core.types import Prompt
 
 _STAND_IN = "\U0010fffd"
 
 
-def messages_of(prompt: Prompt, renderer: ChatTemplateRenderer) -> tuple[Message, ...] | None:
+def messages_of(prompt: Prompt, renderer: PromptRenderer) -> tuple[Message, ...] | None:
     """The messages of a row; of a row with a plain text, one of the user with the text that the chat template rendered.
     None if the template alone did not render it (``data.apply_chat_template`` is off).
     """

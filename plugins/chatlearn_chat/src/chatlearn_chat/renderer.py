@@ -15,6 +15,7 @@ from chatlearn_chat.conversation import MarkedConversation, marked_conversation
 from chatlearn_chat.deadline import Deadline, TooSlowError
 from chatlearn_chat.messages import checked_completion, checked_prompt, has_assistant, single_text, text_of
 from chatlearn_chat.shortest_encoding import ShortestEncoding
+from chatlearn_chat.tool_call_probe import NO_TOOLS, ToolCallStyle, tool_call_style
 from chatlearn_chat.turn_delimiters import turn_delimiters
 from chatlearn_core.data.format import Message
 from chatlearn_core.data.tokenizer import Tokenizer
@@ -29,6 +30,8 @@ from chatlearn_core.types import TokenIds
 
 _KEPT_REPLIES = 256
 """Texts behind turns whose ids are kept."""
+_PROBED_CONTENTS = ("\U0010fff0", "\U0010fff1", "\U0010fff2")
+"""Private-use characters, one for the content of each message of a conversation that is searched for ends of turns."""
 TEMPLATE_TIMEOUT_S = 20.0
 """Longest time in seconds for one conversation. A conversation takes milliseconds, so a longer template does not
 terminate."""
@@ -57,6 +60,7 @@ class ChatTemplateRenderer:
     _control: ControlTokens = field(init=False, repr=False)
     _shortest: ShortestEncoding = field(init=False, repr=False)
     _end_of_turn: str | None = field(init=False, repr=False)
+    _end_of_earlier_turns: str | None = field(init=False, repr=False)
     _generation_prompt: str = field(init=False, repr=False)
     _deadline: Deadline = field(init=False, repr=False)
     _replies: dict[str, list[int]] = field(init=False, repr=False, compare=False)
@@ -68,6 +72,7 @@ class ChatTemplateRenderer:
         object.__setattr__(self, "_control", ControlTokens(self.tokenizer, self._turn_delimiters()))
         object.__setattr__(self, "_shortest", ShortestEncoding(self.tokenizer))
         object.__setattr__(self, "_end_of_turn", self._found_end_of_turn() if self.uses_template else None)
+        object.__setattr__(self, "_end_of_earlier_turns", self._found_end_of_earlier_turns())
         object.__setattr__(self, "_generation_prompt", self._found_generation_prompt() if self.uses_template else "")
 
     def spelled_control_tokens(self, *texts: Any) -> tuple[str, ...]:
@@ -84,6 +89,8 @@ class ChatTemplateRenderer:
         messages = self._messages(prompt)
         kept = () if isinstance(prompt, str) else messages
         if self.uses_template:
+            if self.system_prompt is not None:
+                kept = messages  # nothing could take the plain string out of the rendered text again
             text, ids = self._chat(messages, tools)
         elif self.apply_chat_template and kept:
             raise DataError(
@@ -112,6 +119,7 @@ class ChatTemplateRenderer:
             tools: tools for the template.
 
         Raises:
+            TooLongError: the text behind the turn is certainly longer than ``max_tokens``.
             DataError: there is no template, a message is malformed, or the end of the turn cannot be located; has only
                 the reason.
         """
@@ -132,8 +140,9 @@ class ChatTemplateRenderer:
             lambda shown, ask: self._template(shown, ask, hidden.value[1]),
             generation_prompt=self._generation_prompt,
             sampled_end=end,
-            end_of_turn=self._end_of_turn,
+            ends_of_turns=tuple(filter(None, (self._end_of_turn, self._end_of_earlier_turns))),
         )
+        self._check_length(text)
         if end is None:
             return np.asarray(self._encode_reply(text, hidden), dtype=np.int64)
         ids = self._encode_reply(end + text, hidden)  # together, because a tokenizer may begin each text with a space
@@ -151,6 +160,11 @@ class ChatTemplateRenderer:
         token.
         """
         return None if self._end_of_turn is None else self._control.id_of(self._end_of_turn)
+
+    @property
+    def tool_call_style(self) -> ToolCallStyle:
+        """How the chat template writes tools and calls; found by rendering some."""
+        return tool_call_style(self._template, self._control) if self.uses_template else NO_TOOLS
 
     def demonstration(
         self,
@@ -261,6 +275,21 @@ class ChatTemplateRenderer:
         except DataError:
             return None  # the template needs another kind of conversation
         return self._control.last_at_end_of(text.rstrip())
+
+    def _found_end_of_earlier_turns(self) -> str | None:
+        """The token that ends a turn which others follow, if it is not that of a last turn (gpt-oss)."""
+        if self._end_of_turn is None:
+            return None
+        messages = [
+            {"role": role, "content": content}
+            for role, content in zip(("user", "assistant", "user"), _PROBED_CONTENTS, strict=True)
+        ]
+        try:
+            behind = self._template(messages, False).partition(_PROBED_CONTENTS[1])[2]
+        except DataError:
+            return None  # the template needs another kind of conversation
+        ends = self._control.spelled_in(behind.partition(_PROBED_CONTENTS[2])[0])
+        return ends[0] if ends and self._end_of_turn not in ends else None
 
     def _found_generation_prompt(self) -> str:
         question = [{"role": "user", "content": "x"}]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from chatlearn_chat.renderer import ChatTemplateRenderer
-from chatlearn_chat.tool_calls import MARKERS, ToolCallFormat, attempts_tool_call, parsed_tool_calls, tool_call_format
+from chatlearn_chat.tool_call_probe import in_form
+from chatlearn_chat.tool_calls import FORMATS, FormatName, attempts_tool_call, parsed_tool_calls, turn_content
+from chatlearn_core.data.format import Message
 from chatlearn_core.types import Completion
 
+T = TypeVar("T")
 _REPLACEMENT = "\ufffd"
 """What a decoder writes for an incomplete character."""
 
@@ -48,26 +53,47 @@ class TurnReader:
         written: format of the tool calls that the policy writes; None takes that of the chat template.
     """
 
-    def __init__(self, renderer: ChatTemplateRenderer, written: ToolCallFormat | None = None) -> None:
+    def __init__(self, renderer: ChatTemplateRenderer, written: FormatName | None = None) -> None:
         self.renderer = renderer
         self._tokenizer: Any = renderer.tokenizer
-        self.written: ToolCallFormat = written or tool_call_format(self._tokenizer.chat_template)
+        self.style = renderer.tool_call_style
+        self.written: FormatName = written or self.style.written
         special = {
             token_id: str(token) for token_id, token in self._tokenizer.added_tokens_decoder.items() if token.special
         }
+        self._lock = threading.Lock()
+        self._copy: TurnReader | None = None
         self._ends = {*special, self._tokenizer.eos_token_id, renderer.end_of_turn_id}
         # Decoding must leave the markers of tool calls.
-        self._skip = not set(MARKERS[self.written]) & set(special.values())
+        self._skip = not set(FORMATS[self.written].markers) & set(special.values())
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token alone."""
         return [self._tokenizer.decode([token], skip_special_tokens=False) for token in token_ids]
 
-    def read(self, completion: Completion, *, has_tools: bool, in_pieces: bool) -> ReadTurn:
+    def for_template(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages with the arguments of tool calls in the form that the chat template takes: an object, or text."""
+        return in_form(messages, self.style.arguments)
+
+    async def apart(self, work: Callable[[TurnReader], T]) -> T:
+        """Run ``work`` with a copy of this reader in a thread, one at a time: encoding a long text takes seconds, in
+        which the event loop goes on.
+        """
+        if self._copy is None:  # here, where nothing else uses the tokenizer meanwhile
+            self._copy = reader_of(self._tokenizer, self.written, max_tokens=self.renderer.max_tokens)
+        copied = self._copy
+
+        def run() -> T:
+            with self._lock:
+                return work(copied)
+
+        return await asyncio.to_thread(run)
+
+    def read(self, completion: Completion, *, tools: Sequence[Mapping[str, Any]], in_pieces: bool) -> ReadTurn:
         """Take a completion apart.
 
         Args:
-            has_tools: whether there are tools; otherwise a text that looks like a call is content.
+            tools: as chat templates take them; without any, a text that looks like a call is content.
             in_pieces: whether ``pieces`` are needed, which take time for every token.
         """
         ids = completion.token_ids.tolist()
@@ -79,9 +105,12 @@ class TurnReader:
         stop_string, calls, attempted = None, list[tuple[str, str]](), False
         if stopped and end_id is None:
             content, stop_string = _before_stop(content, completion.sampling.stop)
-        if has_tools and stop_string is None:
-            content, calls = parsed_tool_calls(content, self.written)
-            attempted = not calls and attempts_tool_call(content, self.written)
+        if tools and stop_string is None:
+            raw = content
+            content, calls = parsed_tool_calls(raw, self.written, tools)
+            attempted = not calls and attempts_tool_call(raw, self.written)
+        else:
+            content = turn_content(content, self.written)
         pieces = self._pieces(written, content, len(ids)) if in_pieces else ()
         return ReadTurn(content, tuple(calls), end_id, stop_string, pieces, attempted)
 
@@ -100,9 +129,13 @@ class TurnReader:
         return (*pieces[:-1], TextPiece(last.text, (last.tokens[0], num_tokens)))
 
 
-def reader_of(tokenizer: Any, written: ToolCallFormat | None = None) -> TurnReader:
-    """A reader with a copy of the tokenizer, because encoding changes settings of a tokenizer that others use, too."""
-    return TurnReader(ChatTemplateRenderer(copy.deepcopy(tokenizer)), written)
+def reader_of(tokenizer: Any, written: FormatName | None = None, *, max_tokens: int | None = None) -> TurnReader:
+    """A reader with a copy of the tokenizer, because encoding changes settings of a tokenizer that others use, too.
+
+    Args:
+        max_tokens: longest sequence of the run; texts that certainly have more tokens are not encoded.
+    """
+    return TurnReader(ChatTemplateRenderer(copy.deepcopy(tokenizer), max_tokens=max_tokens), written)
 
 
 def _before_stop(content: str, stops: Sequence[str]) -> tuple[str, str | None]:

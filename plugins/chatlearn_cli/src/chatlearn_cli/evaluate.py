@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -103,9 +103,23 @@ def evaluate(
 def _with_model(
     loaded: LoadedConfig, config: Path, overrides: list[str] | None, path: str, registry: PluginRegistry
 ) -> LoadedConfig:
-    if path == loaded.config.model.path:
-        return loaded
-    return load(config, [*(overrides or []), f"model.path={path}"], registry)
+    """The configuration with the model to evaluate in place of the trained one, and of the generators' that serve it.
+
+    Trainer roles that do not learn, such as a reference, keep the model that they have in the run.
+    """
+    from chatlearn_core.executor.assembly import assemble_flow
+
+    flow = assemble_flow(loaded, registry)
+    trained = flow.policy or flow.learning.learners[0]
+    roles, frozen = loaded.config.roles, loaded.config.model.model_dump(exclude_defaults=True)
+    settings: dict[str, Any] = {"model.path": path}
+    for name, role in roles.items():
+        if role.kind == "trainer" and role.model is None and name not in flow.learning.learners:
+            settings[f"roles.{name}.model"] = frozen
+    if roles[trained].model is not None:
+        settings[f"roles.{trained}.model.path"] = path
+    changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    return load(config, [*(overrides or []), *changes], registry)
 
 
 def _checkpoints(wanted: str, run_dir: Path) -> list[Checkpoint]:

@@ -11,6 +11,7 @@ Tested with DeepSpeed 0.19.8; every other version is refused, because this modul
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import logging
@@ -32,6 +33,8 @@ INSTALL = f"DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed=={TESTED_V
 LONGEST_BUILD_S = 900.0
 """A lock that is older belongs to no running build: the slowest operator takes a few minutes."""
 POLL_S = 0.5
+LOG_EVERY_S = 30.0
+"""A run that waits says so this often."""
 
 
 class _Builds:
@@ -111,27 +114,51 @@ def build_directory(name: str) -> Path:
 
 
 def wait_for_lock(directory: Path, longest_s: float = LONGEST_BUILD_S) -> None:
-    """Wait for another process that builds the same operator.
+    """Wait for another process that builds the same operator, and log that at the start and every ``LOG_EVERY_S``.
 
     Args:
         directory: of the build.
-        longest_s: age in seconds at which a lock is taken for a remnant.
+        longest_s: age in seconds at which a lock is taken for a remnant, whoever has it open.
 
     Raises:
         BackendError: the lock is a remnant of a build that was killed; the message names the file.
     """
     lock = directory / "lock"
+    waited = 0.0
     while True:
+        in_use = _is_open(directory)
         try:
             age = time.time() - lock.stat().st_mtime
         except FileNotFoundError:
             return
-        if age > longest_s:
+        if age > longest_s or in_use is False:
+            why = f"it is {age:.0f} s old" + ("" if in_use else ", and no process of this machine has it open")
             raise BackendError(
-                f"{lock} is {age:.0f} s old: a build of a DeepSpeed operator was killed and left it, and torch would"
-                f" wait for it forever. If no process builds there, delete it: rm {lock}"
+                f"{lock} is a remnant of a build of a DeepSpeed operator that was killed: {why}. torch would wait for"
+                f" it forever. If no other machine builds there, delete it: rm {lock}"
             )
+        if waited % LOG_EVERY_S == 0:
+            logger.warning("waiting for another process that builds in %s (lock of %.0f s ago)", directory, age)
         time.sleep(POLL_S)
+        waited += POLL_S
+
+
+def _is_open(directory: Path) -> bool | None:
+    """Whether a process works in a directory or has a file in it open; None where the system does not say.
+
+    A process that this one may not look at has other privileges, and is no build of the same user.
+    """
+    place, processes = str(directory.resolve()), list(Path("/proc").glob("[0-9]*"))
+    for process in processes:
+        links = [process / "cwd"]
+        with contextlib.suppress(OSError):
+            links += (process / "fd").iterdir()
+        for link in links:
+            with contextlib.suppress(OSError):  # also: ended or closed meanwhile
+                target = str(link.readlink())
+                if target == place or target.startswith(place + os.sep):
+                    return True
+    return False if processes else None
 
 
 def start_communication(device: torch.device) -> None:

@@ -18,6 +18,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
             factory="chatlearn_deepspeed.trainer:DeepSpeedTrainer",
             options="chatlearn_deepspeed.options:DeepSpeedOptions",
             check_engine="chatlearn_deepspeed.engine_arguments:engine_problems",
+            check_model="chatlearn_trainer_kit.ulysses_sizes:check_model",
             requires=(("deepspeed==0.19.8",), ("torch>=2.13,<2.14",), ("transformers>=5.16.1,<5.20",)),
             heads=frozenset({"lm", "value", "reward"}),
             outputs=frozenset(
@@ -33,7 +34,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
                     "hidden_states",
                 }
             ),
-            exports=frozenset({"full_tensors"}),
+            exports=frozenset({"full_tensors", "boxes"}),
             payloads=frozenset({"full", "adapter"}),
             channels=frozenset({"tensors", "boxes"}),
             parallel={"sp": "ulysses"},

@@ -15,13 +15,13 @@ from chatlearn_core.protocols import MemoryPart, RoleContext, WeightLoader
 from chatlearn_core.types import FileFacts, OutputRequest, Outputs, Payload, TrainBatch, WeightManifest, WeightShard
 from chatlearn_deepspeed import checkpoint
 from chatlearn_deepspeed.engine_arguments import native_configuration
-from chatlearn_deepspeed.fragments import Fragment, write_whole
+from chatlearn_deepspeed.fragments import Fragment, without_adapters, write_whole
 from chatlearn_deepspeed.library import load_deepspeed
 from chatlearn_deepspeed.model_start import new_adapters, start_model, stored_tensors
 from chatlearn_deepspeed.options import DeepSpeedOptions
 from chatlearn_deepspeed.ranks import ZeroRanks, check_ranks, join_ranks
 from chatlearn_deepspeed.weight_loader import FragmentWeightLoader, LoadingHooks
-from chatlearn_deepspeed.weight_stream import stream_adapter, whole_tensors
+from chatlearn_deepspeed.weight_stream import stream_adapter, stream_boxes, whole_tensors
 from chatlearn_deepspeed.zero import ZeroModel, configuration
 from chatlearn_hf.checkpoint_names import CheckpointLayout, StateTensor, takes_tensors
 from chatlearn_hf.forward_check import Choice, choose_forward
@@ -125,7 +125,7 @@ class DeepSpeedTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
         self._ready("weights", "optimizer", may_be_broken=True)
         zero, source = self._sharded(), replace(self._source, path=str(directory))
         with self._guarding_weights(f"loading the model {directory}"):
-            fragments = _without_adapters(zero.fragments())
+            fragments = without_adapters(zero.fragments())
             for key, tensor in stored_tensors(self._checkpoint_layout(), source, self.context.seed):
                 write_whole(fragments[key], tensor, decay)
             if fresh_optimizer:
@@ -144,7 +144,7 @@ class DeepSpeedTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
         def fragments() -> dict[str, Fragment]:
             packed = self._ready("weights", "optimizer", may_be_broken=decay == 0.0)  # an average needs intact weights
             self._settle_weights(packed)
-            return _without_adapters(self._sharded().fragments())
+            return without_adapters(self._sharded().fragments())
 
         def taken() -> None:
             self._start_anew()
@@ -171,20 +171,16 @@ class DeepSpeedTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
 
         Every rank yields every tensor whole, in the same order; the owner, which sends it, changes from tensor to
         tensor so that all ranks own about as many bytes. ZeRO-3 gathers ``export_bucket_mib`` at a time. Payload
-        ``adapter``: the whole adapters, owned by rank 0.
-
-        Raises:
-            BackendError: boxes are asked for. ZeRO cuts flattened tensors, so a rank holds no boxes of them.
+        ``adapter``: the whole adapters, owned by rank 0. ``boxes``: see ``stream_boxes``.
         """
         model = self._ready("weights")
-        if export != "full_tensors":
-            raise BackendError(
-                f"trainer role {self.context.role!r}: export {export!r} was requested, but ZeRO cuts flattened tensors"
-                " anywhere, so that a rank holds no boxes of them; use a weight sync that takes full_tensors"
-            )
         if payload == "adapter":
             self._adapters()
             return stream_adapter(self._sharded())
+        if export == "boxes":
+            zero = self._sharded()
+            zero.free_gathered()
+            return stream_boxes(zero, self._checkpoint_layout(), self.context.rank, self.context.world_size)
         return spread_over_ranks(model.model, self._whole_tensors(), self.context.world_size)
 
     # Internal methods
@@ -280,12 +276,3 @@ class DeepSpeedTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
         if part == "gradients":
             return self._zero.gradient_tensors()
         return self._zero.optimizer_tensors() if part == "optimizer" else ()
-
-
-def _without_adapters(fragments: Mapping[str, Fragment]) -> dict[str, Fragment]:
-    """Return the fragments of the model's weights under their names without adapters."""
-    return {
-        name.replace(".base_layer", ""): fragment
-        for name, fragment in fragments.items()
-        if ".lora_A." not in name and ".lora_B." not in name
-    }

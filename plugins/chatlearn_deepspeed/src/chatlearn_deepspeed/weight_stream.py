@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from chatlearn_core.types import WeightShard
-from chatlearn_core.types.boxes import full_box
+from chatlearn_core.types.boxes import extent, full_box, num_elements
+from chatlearn_deepspeed.fragments import Fragment, boxes_of_run, without_adapters
 from chatlearn_deepspeed.zero import ZeroModel
-from chatlearn_hf.checkpoint_names import CheckpointLayout, StateTensor
+from chatlearn_hf.checkpoint_names import CheckpointLayout, Part, StateTensor, state_tensor_parts
 from chatlearn_hf.lora import adapter_names, adapters, base_state
 from chatlearn_hf.weight_export import EXPORT_OWNER
 
@@ -36,6 +38,54 @@ def whole_tensors(zero: ZeroModel, layout: CheckpointLayout, bucket_bytes: int) 
                     merged = tensor if adapter is None else adapter.merge(tensor, adapter.down, adapter.up)
                 yield entry, merged
             del state, adapter_of
+
+
+def stream_boxes(zero: ZeroModel, layout: CheckpointLayout, rank: int, num_ranks: int) -> Iterator[WeightShard]:
+    """Yield the elements that this rank holds as boxes; those of all ranks cover every tensor once.
+
+    ZeRO-3 gathers only tensors that are put together for a checkpoint, one at a time: those with an adapter, and those
+    that hold several checkpoint tensors, such as the experts of a mixture. Their parts are spread over the ranks, as
+    are all tensors of stages 1 and 2, where every rank has them whole. Collective.
+    """
+    model, live, fragments = zero.packed.model, _live_parameters(zero), without_adapters(zero.fragments())
+    owned = [0] * num_ranks
+    device = next(model.parameters()).device
+    for entry in layout.tensors:
+        is_plain = entry.parts == (Part(),) and bool(entry.shape) and len(live.get(entry.key, ())) <= 1
+        if zero.stage == 3 and is_plain:
+            if fragments[entry.key].is_first:
+                yield from _held_boxes(entry, fragments[entry.key], rank, device)
+            continue
+        owner = owned.index(min(owned))
+        owned[owner] += torch.Size(entry.shape).numel()
+        with zero.gathered(live.get(entry.key, ())):
+            mine = []
+            if rank == owner:
+                whole = _merged(model, entry)
+                # Another rank's next gather must not wait until these are sent.
+                mine = [
+                    (name, part.clone() if zero.stage == 3 else part)
+                    for name, part in state_tensor_parts(model, entry, whole)
+                ]
+        for name, part in mine:
+            shape = tuple(part.shape)
+            yield WeightShard(name, shape, full_box(shape), rank, part)
+
+
+def _held_boxes(entry: StateTensor, fragment: Fragment, rank: int, device: torch.device) -> Iterator[WeightShard]:
+    """Yield the run of elements that this rank holds of a tensor as boxes, in the dtype of the model's passes."""
+    values, at = fragment.values.detach().to(device, entry.dtype), 0
+    for box in boxes_of_run(entry.shape, fragment.start, fragment.stop):
+        count = num_elements(box)
+        yield WeightShard(entry.names[0], entry.shape, box, rank, values[at : at + count].view(extent(box)))
+        at += count
+
+
+@torch.no_grad()
+def _merged(model: PreTrainedModel, entry: StateTensor) -> Tensor:
+    """Return a gathered tensor with its adapter merged."""
+    tensor, adapter = base_state(model)[entry.key].detach(), adapters(model).get(entry.key)
+    return tensor if adapter is None else adapter.merge(tensor, adapter.down, adapter.up)
 
 
 def stream_adapter(zero: ZeroModel) -> Iterator[WeightShard]:

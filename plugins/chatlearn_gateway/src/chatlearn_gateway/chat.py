@@ -64,6 +64,15 @@ class ChatRequest:
     streams: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The parameters of ``SAMPLING`` that the request sets."""
+    other_model: str | None = None
+    """Handle of the generator that is asked, if it is not the policy."""
+
+    @property
+    def num_characters(self) -> int:
+        """Length of the messages and tools, as far as they are long."""
+        calls = (call for message in self.messages for call in message.get("tool_calls") or ())
+        texts = (message["content"] for message in self.messages)
+        return sum(map(len, texts)) + sum(len(str(one)) for one in (*calls, *self.tools))
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,8 +106,10 @@ class Reply:
     logprobs: Sequence[float]
     pieces: tuple[TextPiece, ...]
     """``content`` in parts, for a request that streams; otherwise empty."""
-    commit: Callable[[], None]
-    withdraw: Callable[[], None]
+    end_id: int | None
+    """The sampled token that ended the turn; None if a limit or a stop string did."""
+    commit: Callable[[], None] = lambda: None
+    withdraw: Callable[[], None] = lambda: None
     """Called if the client left before it had the whole turn, committed or not: excludes the turn from training."""
 
 

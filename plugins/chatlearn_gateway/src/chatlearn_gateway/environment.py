@@ -11,7 +11,7 @@ from typing import Any
 from chatlearn_chat.prompt_messages import messages_of
 from chatlearn_chat.turn_reader import TurnReader, reader_of
 from chatlearn_core.data.format import Message
-from chatlearn_core.exceptions import BackendError, TurnLimitError
+from chatlearn_core.exceptions import BackendError, ConfigError, TurnLimitError
 from chatlearn_core.protocols import RoleContext, RolloutContext
 from chatlearn_core.types import Completion, Prompt, RewardResult, Rollout, RolloutStatus, SamplingParams, TokenIds
 from chatlearn_gateway.agents import Agent, AgentCall, CommandAgent, FunctionAgent
@@ -28,8 +28,14 @@ class AgentEnvironment:
 
     def __init__(self, options: AgentOptions, context: RoleContext) -> None:
         self.options = options
+        self._handles = {handle: role for handle, role in context.handles.items() if handle != "policy"}
+        self._others: dict[str, TurnReader] = {}
         self._gateway = Gateway(
-            model=options.model, host=options.host, port=options.port, max_request_bytes=options.max_request_bytes
+            model=options.model,
+            others=tuple(self._handles),
+            host=options.host,
+            port=options.port,
+            max_request_bytes=options.max_request_bytes,
         )
         self._agent: Agent | None = None
         self._reader: TurnReader | None = None
@@ -38,10 +44,19 @@ class AgentEnvironment:
         """Import the agent and start the server.
 
         Raises:
-            ConfigError: there is no such agent.
+            ConfigError: there is no such agent, or two generators have one name.
+            ModelError: a generator's model has no tokenizer.
             BackendError: the server does not start.
         """
         options = self.options
+        if options.model in self._handles:
+            raise ConfigError(
+                f"options.model is {options.model!r}, the name of the policy; uses has a generator of this name, too. "
+                "Rename one"
+            )
+        self._others = {
+            handle: reader_of(role.tokenizer, max_tokens=role.max_length) for handle, role in self._handles.items()
+        }
         if options.function is not None:
             self._agent = FunctionAgent(options.function)
         elif options.verifiers is not None:
@@ -111,17 +126,20 @@ class AgentEnvironment:
     def _session(self, context: RolloutContext, reader: TurnReader) -> Session:
         here = asyncio.get_running_loop()
 
-        async def generate(token_ids: TokenIds, sampling: SamplingParams) -> Completion:
+        async def generate(token_ids: TokenIds, sampling: SamplingParams, role: str | None) -> Completion:
             """On the environment's loop, from the server's."""
-            asked = asyncio.run_coroutine_threadsafe(context.generate(token_ids, sampling=sampling), here)
+            asked = asyncio.run_coroutine_threadsafe(context.generate(token_ids, sampling=sampling, role=role), here)
             return await asyncio.wrap_future(asked)
 
-        return Session(context, reader, generate, self.options.request_sampling == "run")
+        overrides = self.options.request_sampling == "run"
+        return Session(context, reader, generate, self._others, overrides_sampling=overrides)
 
     def _reader_of(self, context: RolloutContext) -> TurnReader:
-        if self._reader is None:
+        if self._reader is None or self._reader.renderer.max_tokens != context.max_tokens:
             written = self.options.tool_calls
-            self._reader = reader_of(context.tokenizer, None if written == "auto" else written)
+            self._reader = reader_of(
+                context.tokenizer, None if written == "auto" else written, max_tokens=context.max_tokens
+            )
         return self._reader
 
     def _reward(self, rollout_id: str, result: Any) -> RewardResult:

@@ -41,10 +41,11 @@ class AgentOptions(BaseModel):
         description="With reward: agent, the reward of a rollout whose agent raised after a request was refused "
         "because of the context's length or the number of turns. Without it, such a rollout is excluded.",
     )
-    tool_calls: Literal["auto", "hermes", "json", "none"] = Field(
+    tool_calls: Literal["auto", "hermes", "json", "glm", "qwen_xml", "deepseek", "harmony", "none"] = Field(
         "auto",
-        description="How the model writes tool calls. hermes: <tool_call>{...}</tool_call>. json: the whole turn is an "
-        "object with name and parameters. none: never. auto: as the chat template does.",
+        description="How the model writes tool calls. hermes: <tool_call>{...}</tool_call> (Qwen). json: the whole "
+        "turn is an object with name and parameters (Llama 3). glm, qwen_xml, deepseek, harmony: as GLM-4.5, Qwen3.5, "
+        "DeepSeek-V3 and gpt-oss write them. none: never. auto: as the chat template writes a call.",
     )
     request_sampling: Literal["refuse", "run"] = Field(
         "refuse",

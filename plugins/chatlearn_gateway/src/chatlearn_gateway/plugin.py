@@ -17,5 +17,6 @@ def chatlearn_environments() -> Iterable[EnvironmentSpec]:
             summary="Runs a black-box agent against an OpenAI- and Anthropic-compatible server, and records its turns.",
             factory="chatlearn_gateway.environment:AgentEnvironment",
             options="chatlearn_gateway.options:AgentOptions",
+            more_uses=True,
         )
     ]

@@ -9,8 +9,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import uvicorn
@@ -70,16 +70,24 @@ class Gateway:
     any other thread.
 
     Args:
-        model: name under which the generator is offered.
+        model: name under which the policy is offered.
+        others: names of the other generators; the sessions have readers for them.
         host: address to listen at.
         port: 0 takes a free one.
         max_request_bytes: longest body.
     """
 
     def __init__(
-        self, *, model: str = "policy", host: str = "127.0.0.1", port: int = 0, max_request_bytes: int = 16 << 20
+        self,
+        *,
+        model: str = "policy",
+        others: Collection[str] = (),
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_request_bytes: int = 16 << 20,
     ) -> None:
         self.model = model
+        self._models_offered = (model, *others)
         self._host, self._port = host, port
         self._max_request_bytes = max_request_bytes
         self._open: dict[str, _Open] = {}
@@ -242,8 +250,8 @@ class Gateway:
 
     async def _chat_completions(self, served: _Open, request: Request) -> Response:
         body = await self._body(request, ChatCompletionRequest)
-        by = self._served_by(served)
-        reply = await self._reply(served, request, body.chat())
+        by = self._served_by(served, body.model)
+        reply = await self._reply(served, request, self._asked(body.model, body.chat()))
         if body.stream:
             return self._stream(served, request, reply, completion_chunks(reply, body, by), end="data: [DONE]\n\n")
         return self._whole(reply, completion_body(reply, body, by))
@@ -259,8 +267,8 @@ class Gateway:
                     "previous_response_id",
                 )
             previous = served.answered[body.previous_response_id]
-        by = self._served_by(served)
-        chat = body.chat(previous)
+        by = self._served_by(served, body.model)
+        chat = self._asked(body.model, body.chat(previous))
         reply = await self._reply(served, request, chat)
         served.answered[response_id(reply, by)] = (*chat.messages, reply_message(reply, parsed_arguments))
         if body.stream:
@@ -271,32 +279,33 @@ class Gateway:
         body = await self._body(request, MessagesRequest)
         if body.max_tokens is None:
             raise RefusedError("invalid", "max_tokens: Field required", "max_tokens")
-        by = self._served_by(served)
-        reply = await self._reply(served, request, body.chat())
+        by = self._served_by(served, body.model)
+        reply = await self._reply(served, request, self._asked(body.model, body.chat()))
         if body.stream:
             return self._stream(served, request, reply, message_events(reply, by))
         return self._whole(reply, message_body(reply, by))
 
     async def _count_tokens(self, served: _Open, request: Request) -> Response:
         body = await self._body(request, MessagesRequest)
-        return JSONResponse({"input_tokens": served.session.num_tokens(body.chat())})
+        return JSONResponse({"input_tokens": await served.session.num_tokens(self._asked(body.model, body.chat()))})
 
     async def _models(self, served: _Open, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [_model(name) for name in self._models_offered]})
 
     async def _one_model(self, served: _Open, request: Request) -> Response:
         self._check_model(request.path_params["name"])
-        return JSONResponse(self._model())
-
-    def _model(self) -> Json:
-        return {"id": self.model, "object": "model", "created": 0, "owned_by": "chatlearn"}
+        return JSONResponse(_model(request.path_params["name"]))
 
     def _check_model(self, name: str) -> None:
-        if name != self.model:
-            raise RefusedError("model", f"there is no model {name!r}; this server has {self.model!r}", "model")
+        if name not in self._models_offered:
+            offered = ", ".join(map(repr, self._models_offered))
+            raise RefusedError("model", f"there is no model {name!r}; this server has {offered}", "model")
 
-    def _served_by(self, served: _Open) -> ServedBy:
-        return ServedBy(self.model, served.name, int(time.time()))
+    def _asked(self, model: str, request: ChatRequest) -> ChatRequest:
+        return request if model == self.model else replace(request, other_model=model)
+
+    def _served_by(self, served: _Open, model: str) -> ServedBy:
+        return ServedBy(model, served.name, int(time.time()))
 
     async def _body(self, request: Request, kind: type[B]) -> B:
         """The checked body.
@@ -421,6 +430,10 @@ async def _disconnected(request: Request) -> None:
     """Return when the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _model(name: str) -> Json:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "chatlearn"}
 
 
 def _event(name: str, data: Json) -> str:

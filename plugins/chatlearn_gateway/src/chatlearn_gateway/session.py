@@ -6,7 +6,7 @@ import asyncio
 import copy
 import hashlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -18,11 +18,15 @@ from chatlearn_core.data.format import Message
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, DataError, ModelError, TurnLimitError
 from chatlearn_core.protocols import RolloutContext
 from chatlearn_core.protocols.environment import SequenceBuilder
+from chatlearn_core.protocols.prompt_renderer import TooLongError
 from chatlearn_core.types import Completion, Sample, SamplingParams, TokenIds
 from chatlearn_gateway.chat import ChatRequest, FinishedBy, RefusedError, Reply, ToolCall, reply_message
+from chatlearn_gateway.wire import check_tools
 
-Generate = Callable[[TokenIds, SamplingParams], Awaitable[Completion]]
-"""Samples a completion of [P] ids."""
+Generate = Callable[[TokenIds, SamplingParams, str | None], Awaitable[Completion]]
+"""Samples a completion of [P] ids; from another generator than the policy, if its handle is given."""
+_LONG_CHARACTERS = 1 << 15
+"""A request with more characters is rendered in a thread: encoding it takes tens of milliseconds or more."""
 DISCONNECTED = "client disconnected"
 """Exclusion of a turn that its client did not get."""
 
@@ -75,6 +79,8 @@ class SessionCounts:
     """Requests whose client left before it had the whole turn."""
     overridden_sampling: int = 0
     """Requests that asked for other sampling than the run's and were sampled with the run's."""
+    other_models: int = 0
+    """Requests to another generator than the policy."""
     branches: int = 0
     """Requests that no recorded turn precedes, beyond the first."""
 
@@ -96,6 +102,7 @@ class Session:
         context: of the rollout.
         reader: of the run's tokenizer; its renderer renders the prompts.
         generate: samples; by default ``context.generate``. Given where this must happen on another event loop.
+        others: readers of the other generators, by their handles. Their turns are answered, and not recorded.
         overrides_sampling: whether requests that ask for other sampling than the run's are sampled with the run's
             instead of refused.
     """
@@ -103,6 +110,7 @@ class Session:
     context: RolloutContext
     reader: TurnReader
     generate: Generate | None = None
+    others: Mapping[str, TurnReader] = field(default_factory=dict)
     overrides_sampling: bool = False
     counts: SessionCounts = field(default_factory=SessionCounts)
     limit: RefusedError | None = None
@@ -130,14 +138,16 @@ class Session:
                 self.limit = self.limit or error
             raise
 
-    def num_tokens(self, request: ChatRequest) -> int:
+    async def num_tokens(self, request: ChatRequest) -> int:
         """Number of tokens that a request's prompt has.
 
         Raises:
-            RefusedError: the chat template refuses the messages.
+            RefusedError: the chat template refuses the messages, or they do not fit.
         """
+        if request.other_model is not None:
+            return len(await self._rendered(self.others[request.other_model], request, None, -1))
         point, index, _ = self._precedent(request)
-        return len(self._prompt_ids(request, point, index))
+        return len(await self._prompt_ids(request, point, index))
 
     def samples(self) -> list[Sample]:
         """The recorded samples. The one that was extended last comes first: its end is the end of the rollout.
@@ -163,26 +173,50 @@ class Session:
     async def _reply(self, request: ChatRequest, number: int) -> Reply:
         if self.over:
             raise RefusedError("over", "the rollout that this key belongs to is over")
+        check_tools(request.tools)
+        if request.other_model is not None:
+            return await self._other_reply(request, request.other_model, number)
         point, index, digest = self._precedent(request)
-        prompt_ids = self._prompt_ids(request, point, index)
-        longest = self.context.max_tokens
-        if len(prompt_ids) >= longest:
-            raise RefusedError(
-                "context_length",
-                f"the prompt is too long: {len(prompt_ids)} tokens, and at most {longest} fit (model.max_length), "
-                "including those of the answer. Shorten the messages",
-                "messages",
-            )
+        prompt_ids = await self._prompt_ids(request, point, index)
+        if len(prompt_ids) >= self.context.max_tokens:
+            raise _too_long(f"{len(prompt_ids)} tokens", self.context.max_tokens)
         sampling = self.context.sampling
         self._check_sampling(request, sampling)
         if point is not None:
             self._arrived(point.turn)
         most = sampling.max_tokens if request.max_tokens is None else min(sampling.max_tokens, request.max_tokens)
         sampling = replace(sampling, max_tokens=most, stop=(*sampling.stop, *request.stop))
-        completion = await self._completion(prompt_ids, sampling)
+        completion = await self._completion(prompt_ids, sampling, None)
         if self.over:
             raise RefusedError("over", "the rollout that this key belongs to is over")
         return self._read(request, number, point, prompt_ids, completion, digest)
+
+    async def _other_reply(self, request: ChatRequest, handle: str, number: int) -> Reply:
+        """The turn of another generator than the policy, sampled as the request asks."""
+        self.counts.other_models += 1
+        reader = self.others[handle]
+        prompt_ids = await self._rendered(reader, request, None, -1)
+        longest = min(self.context.max_tokens, reader.renderer.max_tokens or self.context.max_tokens)
+        if len(prompt_ids) >= longest:
+            raise _too_long(f"{len(prompt_ids)} tokens", longest)
+        run, end = self.context.sampling, reader.renderer.end_of_turn_id
+        if unknown := sorted({"min_p", "seed"} & set(request.sampling)):
+            raise RefusedError("invalid", f"{unknown[0]} is not supported. Leave it out", unknown[0])
+        given: dict[str, Any] = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
+        given |= request.sampling
+        try:
+            sampling = SamplingParams(
+                max_tokens=min(run.max_tokens, request.max_tokens or run.max_tokens),
+                temperature=float(given["temperature"]),
+                top_p=float(given["top_p"]),
+                top_k=max(0, int(given["top_k"])),
+                stop=request.stop,
+                stop_token_ids=() if end is None else (end,),
+            )
+        except ValueError as error:
+            raise RefusedError("invalid", str(error)) from error
+        completion = await self._completion(prompt_ids, sampling, handle)
+        return self._reply_of(reader, request, number, prompt_ids, completion)
 
     def _check_sampling(self, request: ChatRequest, sampling: SamplingParams) -> None:
         """Raises RefusedError: the request asks for other sampling than the run's, and this is not overridden."""
@@ -202,12 +236,12 @@ class Session:
                 name,
             )
 
-    async def _completion(self, prompt_ids: TokenIds, sampling: SamplingParams) -> Completion:
+    async def _completion(self, prompt_ids: TokenIds, sampling: SamplingParams, role: str | None) -> Completion:
         try:
             if self.generate is None:
-                completion = await self.context.generate(prompt_ids, sampling=sampling)
+                completion = await self.context.generate(prompt_ids, sampling=sampling, role=role)
             else:
-                completion = await self.generate(prompt_ids, sampling)
+                completion = await self.generate(prompt_ids, sampling, role)
         except TurnLimitError as error:
             raise RefusedError("turn_limit", str(error)) from error
         except BackendTimeoutError as error:
@@ -233,15 +267,30 @@ class Session:
                 found = (point, index)
         return (*found, digest)
 
-    def _prompt_ids(self, request: ChatRequest, point: _Point | None, index: int) -> TokenIds:
+    async def _prompt_ids(self, request: ChatRequest, point: _Point | None, index: int) -> TokenIds:
         """[P] the recorded tokens and those of the messages behind them."""
-        try:
+        added = await self._rendered(self.reader, request, point, index)
+        if point is None:
+            return added
+        return np.concatenate([point.sequence.builder.token_ids[: point.num_tokens], added])
+
+    async def _rendered(self, reader: TurnReader, request: ChatRequest, point: _Point | None, index: int) -> TokenIds:
+        """The tokens of a request, or of its messages behind a recorded turn."""
+
+        def rendered(reader: TurnReader) -> TokenIds:
+            messages = reader.for_template(request.messages)
             if point is None:
-                return self.reader.renderer.prompt(request.messages, request.tools).token_ids
-            added = self.reader.renderer.continuation(request.messages, index, point.turn.end_id, request.tools)
+                return reader.renderer.prompt(messages, request.tools).token_ids
+            return reader.renderer.continuation(messages, index, point.turn.end_id, request.tools)
+
+        try:
+            is_long = request.num_characters > _LONG_CHARACTERS
+            return await reader.apart(rendered) if is_long else rendered(reader)
+        except TooLongError as error:
+            recorded = 0 if point is None else point.num_tokens
+            raise _too_long(f"{error.at_least + recorded} tokens or more", self.context.max_tokens) from error
         except (DataError, ModelError) as error:
             raise RefusedError("invalid", str(error), "messages") from error
-        return np.concatenate([point.sequence.builder.token_ids[: point.num_tokens], added])
 
     def _read(
         self,
@@ -252,15 +301,23 @@ class Session:
         completion: Completion,
         digest: bytes,
     ) -> Reply:
-        """What the protocols report of a completion."""
-        turn = self.reader.read(completion, has_tools=bool(request.tools), in_pieces=request.streams)
+        """What the protocols report of the policy's completion, which is recorded."""
+        reply = self._reply_of(self.reader, request, number, prompt_ids, completion)
+        key = _digest(digest, _comparable(reply_message(reply, parsed_arguments)))
+        recorded = _Turn(number, point, prompt_ids, completion, reply.end_id, key)
+        return replace(reply, commit=lambda: self._record(recorded), withdraw=lambda: self._withdraw(recorded))
+
+    def _reply_of(
+        self, reader: TurnReader, request: ChatRequest, number: int, prompt_ids: TokenIds, completion: Completion
+    ) -> Reply:
+        turn = reader.read(completion, tools=request.tools, in_pieces=request.streams)
         ids = completion.token_ids.tolist()
         calls = tuple(
             ToolCall(hashlib.sha256(f"{self.context.id}/{number}/{i}".encode()).hexdigest()[:9], *call)
             for i, call in enumerate(turn.calls)
         )
         finish: FinishedBy = "tool_calls" if calls else "stop"
-        reply = Reply(
+        return Reply(
             number=number,
             content=turn.content,
             tool_calls=calls,
@@ -269,15 +326,11 @@ class Session:
             num_prompt_tokens=len(prompt_ids if completion.prompt_ids is None else completion.prompt_ids),
             num_cached_tokens=completion.num_cached_tokens,
             token_ids=ids,
-            token_texts=self.reader.token_texts(ids) if request.logprobs else [],
+            token_texts=reader.token_texts(ids) if request.logprobs else [],
             logprobs=completion.logprobs.tolist() if request.logprobs else [],
             pieces=turn.pieces,
-            commit=lambda: self._record(recorded),
-            withdraw=lambda: self._withdraw(recorded),
+            end_id=turn.end_id,
         )
-        key = _digest(digest, _comparable(reply_message(reply, parsed_arguments)))
-        recorded = _Turn(number, point, prompt_ids, completion, turn.end_id, key)
-        return reply
 
     def _record(self, turn: _Turn) -> None:
         """Add a turn to the sequence that it goes on from, or begin a new one with it."""
@@ -317,6 +370,15 @@ class Session:
         own = completion if completion.prompt_ids is not None else replace(completion, prompt_ids=turn.prompt_ids)
         builder.sampled(own)
         return builder
+
+
+def _too_long(length: str, longest: int) -> RefusedError:
+    return RefusedError(
+        "context_length",
+        f"the prompt is too long: {length}, and at most {longest} fit (model.max_length), including those of the "
+        "answer. Shorten the messages",
+        "messages",
+    )
 
 
 def _comparable(message: Message) -> Any:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import validator_for
 
 from chatlearn_gateway.chat import SAMPLING, RefusedError
 
@@ -57,6 +64,36 @@ def sampling_of(given: Mapping[str, Any] | None) -> dict[str, float]:
             raise RefusedError("invalid", f"{name} is {value!r:.80}; it must be a number", name)
         found[name] = value
     return found
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the parameters of tools are JSON Schemas of objects, which chat templates and agents rely on.
+
+    Raises:
+        RefusedError: those of one are not; names the tool and the place.
+    """
+    for tool in tools:
+        function = tool["function"]
+        if (schema := function.get("parameters")) is None:
+            continue
+        problem = _schema_problem(json.dumps(schema, sort_keys=True))
+        if problem is not None:
+            raise RefusedError("invalid", f"the parameters of tool {function['name']!r:.80} are {problem}", "tools")
+
+
+@lru_cache(maxsize=256)
+def _schema_problem(text: str) -> str | None:
+    """What is wrong with the JSON of a tool's parameters. Kept, because agents send the same tools again and again."""
+    schema = json.loads(text)
+    if schema.get("type", "object") != "object":
+        return f"not of an object: type is {schema['type']!r:.80}"
+    try:
+        validator_for(schema, default=Draft202012Validator).check_schema(schema)
+    except SchemaError as error:
+        return f"not a JSON Schema: at {error.json_path}: {error.message[:200]}"
+    except (RecursionError, re.error) as error:
+        return f"not a JSON Schema: {error}"
+    return None
 
 
 def text_of_parts(content: Any, kinds: Collection[str]) -> str:

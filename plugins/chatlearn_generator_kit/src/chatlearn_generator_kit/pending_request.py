@@ -103,8 +103,9 @@ class PendingRequest:
         most = self.request.sampling.max_kept_ids
         if len(ids) > most:
             return (
-                f"token {self.num_prior + len(self.kept_ids)} was sampled from more than max_kept_ids={most} ids: more "
-                "logits than there is room for equal the one at which top_k cuts"
+                f"token {self.num_prior + len(self.kept_ids)} was sampled from more than max_kept_ids={most} ids: "
+                "top_p kept more, or more logits equal the one at which top_k cuts. Raise sampling.max_kept_ids, or "
+                "cut at a lower top_k or top_p"
             )
         self.kept_ids.append(ids)
         return None

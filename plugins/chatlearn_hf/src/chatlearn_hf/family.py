@@ -97,4 +97,5 @@ class TransformersFamily:
             max_length=length or source.max_length or 0,
             vocab_size=vocab_size,
             snapshot=None if snapshot is None else str(snapshot),
+            config=config.get_text_config().to_dict(),
         )

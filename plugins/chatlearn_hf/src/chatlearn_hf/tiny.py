@@ -56,6 +56,27 @@ def build_tiny_tokenizer(
     return fast
 
 
+def build_character_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a tokenizer with one token for each printable ASCII character and the newline, and the special tokens and
+    chat template of ``build_tiny_tokenizer``. Other characters become ``<unk>``.
+    """
+    tokens = [*SPECIAL_TOKENS, "<unk>", "\n", *map(chr, range(32, 127))]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers does not annotate it
+        tokenizer_object=tokenizer,
+        eos_token=END_TOKEN,
+        pad_token=PAD_TOKEN,
+        unk_token="<unk>",
+        additional_special_tokens=[START_TOKEN],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
 def build_tiny_model(
     directory: str | Path,
     family: Family = "qwen3",

@@ -38,7 +38,7 @@ from chatlearn_local.weight_ends import Follower, LocalReceivers, LocalSenders, 
 from chatlearn_runtime_kit.devices import resolve_device
 from chatlearn_runtime_kit.environments import EnvironmentRole, LocalEnvironments
 from chatlearn_runtime_kit.rewards import CombinedReward, RewardPart, part_name
-from chatlearn_runtime_kit.role_handles import RoleCalls, build_handles
+from chatlearn_runtime_kit.role_handles import RoleCalls, build_handles, environment_handles
 from chatlearn_runtime_kit.weight_ends import loader_of, require_taken, sync_workspace
 from chatlearn_runtime_kit.weight_transfer import WeightTransfer
 
@@ -131,8 +131,10 @@ class LocalRuntime:
         elif role.kind == "environment":
             tokenizer = tokenizer_of(self.plan.registry, role)
             build = self.plan.registry.load_factory(role.backend.record)
-            environment = build(role.backend.options, self.plan.context(role))
-            group = LocalEnvironments(EnvironmentRole.of(role), environment, tokenizer)
+            hosted = EnvironmentRole.of(role, self.plan)
+            handles = environment_handles(role.name, hosted.uses, self.plan.registry)
+            environment = build(role.backend.options, replace(self.plan.context(role), handles=handles))
+            group = LocalEnvironments(hosted, environment, tokenizer)
             self._environments[role.name] = group
             await group.start()
         else:
@@ -186,12 +188,15 @@ class LocalRuntime:
         fleet = self._fleets[generator]
         transfer = self._transfers[trainer, generator]
 
-        async def transfer_to(index: int) -> SyncReceipt:
+        async def transfer_to(index: int, version: int) -> SyncReceipt:
             async with self.lend_weights(trainer):
-                return await transfer.resync(index, policy_version)
+                return await transfer.resync(index, version)
 
         return await fleet.sync(
-            policy_version, lambda: transfer.sync(range(fleet.num_replicas), policy_version), transfer_to
+            policy_version,
+            lambda: transfer.sync(range(fleet.num_replicas), policy_version),
+            transfer_to,
+            transfer.keeps,
         )
 
     async def refresh_weights(self, trainer: str, follower: str, step: int) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -85,6 +85,9 @@ class ReceivingFleet(Protocol):
     def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
         """In the block requests go past these replicas."""
 
+    def interrupted(self, replicas: Collection[int]) -> AbstractAsyncContextManager[None]:
+        """See ``ReceiverGroup``."""
+
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Follower:
@@ -101,6 +104,10 @@ class Follower:
         return (self,)
 
     def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
+        """See ``ReceivingFleet``: it has no requests."""
+        return nullcontext()
+
+    def interrupted(self, replicas: Collection[int]) -> AbstractAsyncContextManager[None]:
         """See ``ReceivingFleet``: it has no requests."""
         return nullcontext()
 
@@ -164,6 +171,9 @@ class LocalReceivers:
 
     def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
         return self._fleet.loading(replicas)
+
+    def interrupted(self, replicas: Collection[int]) -> AbstractAsyncContextManager[None]:
+        return self._fleet.interrupted(replicas)
 
     def close(self) -> None:
         """Close every receiver. Safe to call twice."""

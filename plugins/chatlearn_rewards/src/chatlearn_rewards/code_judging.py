@@ -171,8 +171,8 @@ def _limit(result: SandboxResult) -> Verdict | None:
     """Return the limit that ended a program."""
     if result.ended == "timed_out" or result.code == -24:  # SIGXCPU
         return "timed_out"
-    if result.ended == "too_much_output":
-        return "too_much_output"
+    if result.ended in ("too_much_output", "out_of_memory"):
+        return result.ended
     last = result.errors.rstrip().rpartition(b"\n")[2]
     return "out_of_memory" if result.code == 1 and last.startswith(b"MemoryError") else None
 

@@ -40,7 +40,12 @@ class CodeOptions(PoolOptions):
         le=86400,
         description="Time limit in seconds of all tests of a sample together; the remaining tests count as timed out.",
     )
-    memory_mb: int = Field(512, ge=32, le=1 << 20, description="Address space of each process of a program, MiB.")
+    memory_mb: int = Field(
+        512,
+        ge=32,
+        le=1 << 20,
+        description="Address space of each process of a program, and memory of all, MiB.",
+    )
     max_processes: int = Field(
         16, ge=1, le=4096, description="Largest number of processes and threads that a program may have at once."
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
@@ -16,7 +16,7 @@ from chatlearn_core.plugins.records import EnvironmentSpec
 from chatlearn_core.plugins.validation import short
 from chatlearn_core.protocols import Environment, GenerateFor, RolloutContext, RolloutOrder
 from chatlearn_core.runtime.boundary import checked_reward
-from chatlearn_core.runtime.plan import RolePlan
+from chatlearn_core.runtime.plan import RolePlan, RunPlan, UsedRole
 from chatlearn_core.types import Completion, GenerateRequest, RewardResult, Rollout, Sample
 from chatlearn_core.types.sample import RolloutStatus
 from chatlearn_runtime_kit.own_time import OwnTime
@@ -39,13 +39,16 @@ class EnvironmentRole:
     policy: str
     """Handle of the generator whose tokens are trained on."""
     timeout_s: float
+    uses: Mapping[str, UsedRole] = field(default_factory=dict)
+    """Handle -> the generator."""
 
     @staticmethod
-    def of(role: RolePlan) -> EnvironmentRole:
+    def of(role: RolePlan, plan: RunPlan) -> EnvironmentRole:
         """From the plan."""
         record = role.backend.record
         assert isinstance(record, EnvironmentSpec), f"role {role.name} is a {role.kind}"
-        return EnvironmentRole(role.name, record.name, tuple(role.uses), record.uses[0], role.timeout_s)
+        uses = plan.used_by(role.backend)
+        return EnvironmentRole(role.name, record.name, tuple(uses), record.uses[0], role.timeout_s, uses)
 
 
 class LocalEnvironments:

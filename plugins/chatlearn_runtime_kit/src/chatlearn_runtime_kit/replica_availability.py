@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-Absence = Literal["loads weights", "is rebuilt"]
+Absence = Literal["loads weights", "is rebuilt", "waits for the next version"]
 
 
 class ReplicaAvailability:
@@ -35,16 +35,24 @@ class ReplicaAvailability:
     @contextmanager
     def absent(self, replicas: Collection[int], why: Absence) -> Iterator[None]:
         """During the block these replicas accept no requests."""
+        self.leave(replicas, why)
+        try:
+            yield
+        finally:
+            self.come_back(replicas, why)
+
+    def leave(self, replicas: Collection[int], why: Absence) -> None:
+        """These replicas accept no requests until they come back."""
         for replica in replicas:
             self._absences[replica].append(why)
             self._num_absences[replica] += 1
         self._tell()
-        try:
-            yield
-        finally:
-            for replica in replicas:
-                self._absences[replica].remove(why)
-            self._tell()
+
+    def come_back(self, replicas: Collection[int], why: Absence) -> None:
+        """This reason for which these replicas left is gone."""
+        for replica in replicas:
+            self._absences[replica].remove(why)
+        self._tell()
 
     async def changed(self) -> None:
         """Wait until a replica becomes absent or returns."""

@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Final, Generic, Literal, Protocol, TypeVar
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, WeightSyncError, WorkerPlace
-from chatlearn_core.protocols import MemoryAction, MemoryEvent, MemoryPart, OnTokens
+from chatlearn_core.exceptions import (
+    BackendError,
+    BackendTimeoutError,
+    ChatLearnError,
+    TrainerLostError,
+    WeightSyncError,
+    WorkerPlace,
+)
+from chatlearn_core.protocols import AtSync, MemoryAction, MemoryEvent, MemoryPart, OnTokens
 from chatlearn_core.runtime.health import health_words
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState, SyncReceipt
 from chatlearn_runtime_kit.pausable_timeouts import PausableTimeouts
@@ -19,6 +26,9 @@ from chatlearn_runtime_kit.replica_availability import ReplicaAvailability
 from chatlearn_runtime_kit.restart_budget import RestartBudget, Tell
 
 Resync = Callable[[int], Awaitable[None]]
+_RETRY_S = 1.0
+"""After this time without an answer, requests are aborted once more: some may have started only then."""
+_WAITS: Final = "waits for the next version"
 T = TypeVar("T")
 
 
@@ -71,6 +81,9 @@ class ReplicaFleet(ABC, Generic[R]):
     random numbers; after ``max_restarts`` the error is raised. Requests bypass a replica that loads weights or is being
     rebuilt, as long as another one serves.
 
+    Between ``hold_rebuilds`` and ``release_rebuilds`` the trainer's weights belong to no version. A replica rebuilt
+    then loads the version that the transport keeps; where it keeps none, it serves again once it has the next version.
+
     Args:
         name: name of the role.
         num_replicas: number of replicas.
@@ -87,6 +100,23 @@ class ReplicaFleet(ABC, Generic[R]):
         self.replicas: list[R] = []
         self.resync: Resync | None = None
         """Transfers the current weights to a rebuilt replica; set after the first weight sync."""
+        self._version = 0
+        """The version that a rebuilt replica gets."""
+        self._is_kept: Callable[[], bool] = lambda: False
+        """Whether a rebuilt replica gets it without the trainer."""
+        self._trainer: Literal["unchanged", "changing", "ahead"] = "unchanged"
+        """Whether the trainer has the weights that replicas serve, is between two updates, or has the next version."""
+        self._unsynced: set[int] = set()
+        """Rebuilt replicas without the weights of a version."""
+        self._num_loading = 0
+        """Number of rebuilt replicas that are loading weights."""
+        self._none_loads = asyncio.Event()
+        self._none_loads.set()
+        self.at_sync: AtSync = "none"
+        self._open: list[set[asyncio.Future[None]]] = [set() for _ in range(num_replicas)]
+        """Per replica: one future for each open request, done when it has ended."""
+        self._taking: dict[int, R] = {}
+        """The replicas that took, or failed to take, the weights of the current sync."""
         self._restart_budget = RestartBudget(
             name, max_restarts, setting="runtime.options.max_generator_restarts", event="replica_rebuilt", tell=tell
         )
@@ -173,8 +203,9 @@ class ReplicaFleet(ABC, Generic[R]):
             serving, num_absences = self.replicas[index], self._availability.num_absences(index)
             cause: Exception
             try:
-                async with self._timeouts.limit(self.timeout_s) as limit:
-                    return await serving.generate(request, on_tokens)
+                with self._counted(index):
+                    async with self._timeouts.limit(self.timeout_s) as limit:
+                        return await serving.generate(request, on_tokens)
             except ChatLearnError as error:
                 if serving.state != "dead":
                     if isinstance(error, BackendTimeoutError) or num_absences == self._availability.num_absences(index):
@@ -193,6 +224,16 @@ class ReplicaFleet(ABC, Generic[R]):
             await self._running.wait()  # while paused, the trainer's weights may match no version
             await self.restart(index, serving, cause)
 
+    @contextmanager
+    def _counted(self, index: int) -> Iterator[None]:
+        ended = asyncio.get_running_loop().create_future()
+        self._open[index].add(ended)
+        try:
+            yield
+        finally:
+            self._open[index].remove(ended)
+            ended.set_result(None)
+
     async def _place(self, request: GenerateRequest, wanted: int) -> int:
         """The wanted replica, or one that accepts requests while it does not; waits if none does."""
         while not (accepting := self._availability.accepting):
@@ -204,10 +245,14 @@ class ReplicaFleet(ABC, Generic[R]):
                 async with self._timeouts.limit(self.timeout_s):
                     await waiting
             except TimeoutError:
+                remedy = (
+                    "let fewer replicas change at a time (weight_sync.fleet_rule: rolling, weight_sync.max_loading)"
+                )
+                if self._unsynced:
+                    remedy = "choose a weight sync that keeps each version (weight_sync.backend: checkpoint)"
                 raise BackendTimeoutError(
                     f"role {self.name!r}: request {request.id!r} found no replica that serves within "
-                    f"{self.timeout_s:g} s (roles.{self.name}.timeout_s): {self._availability}. Raise it, or let fewer "
-                    "replicas change at a time (weight_sync.fleet_rule: rolling, weight_sync.max_loading)"
+                    f"{self.timeout_s:g} s (roles.{self.name}.timeout_s): {self._availability}. Raise it, or {remedy}"
                 ).at(WorkerPlace(self.name, method=f"generate({request.id})")) from None
         if wanted in accepting:
             return wanted
@@ -224,15 +269,17 @@ class ReplicaFleet(ABC, Generic[R]):
         self,
         policy_version: int,
         transfer: Callable[[], Awaitable[Sequence[SyncReceipt]]],
-        transfer_to: Callable[[int], Awaitable[SyncReceipt]],
+        transfer_to: Callable[[int, int], Awaitable[SyncReceipt]],
+        keeps: Callable[[int], bool] = lambda version: False,
     ) -> list[SyncReceipt]:
         """Transfer a version to every replica. A replica that fails is rebuilt and gets the version again, as does
-        every replica rebuilt later.
+        every replica rebuilt later. Ends ``hold_rebuilds``.
 
         Args:
             policy_version: version of the weights.
             transfer: transfers them to all replicas; returns one receipt per replica.
-            transfer_to: transfers them to one rebuilt replica.
+            transfer_to: ``(replica, version)``: transfers the current weights to one rebuilt replica.
+            keeps: whether ``transfer_to`` gets this version without the trainer.
 
         Raises:
             WeightSyncError: the weights do not fit, or no replica has restarts left.
@@ -240,24 +287,95 @@ class ReplicaFleet(ABC, Generic[R]):
         confirmed: dict[int, SyncReceipt] = {}
 
         async def resync(index: int) -> None:
-            receipt = await transfer_to(index)
+            version = self._version
+            receipt = await transfer_to(index, version)
             if receipt.state != "serving":
                 raise WeightSyncError(
-                    f"rebuilt replica {index} of {self.name!r} did not take version {policy_version}: {receipt.error}"
+                    f"rebuilt replica {index} of {self.name!r} did not take version {version}: {receipt.error}"
                 )
             confirmed[index] = receipt
 
-        self.resync = resync
+        self.resync, self._version, self._trainer = resync, policy_version, "unchanged"
+        self._is_kept = lambda: keeps(self._version)
+        self._taking = {}
         await self.revive()
         for receipt in await transfer():
-            confirmed[receipt.replica] = receipt
-            if receipt.state == "dead":
-                await self.restart(receipt.replica, self.replicas[receipt.replica], WeightSyncError(receipt.error))
+            index = receipt.replica
+            self._have_weights([index])
+            if receipt.state != "dead":
+                confirmed[index] = receipt
+                continue
+            await self.restart(index, self._taking.get(index, self.replicas[index]), WeightSyncError(receipt.error))
+            confirmed.setdefault(index, receipt)
         return [confirmed[index] for index in sorted(confirmed)]
 
-    def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
+    async def hold_rebuilds(self) -> None:
+        """See ``GeneratorFleet``. Waits for rebuilt replicas that are loading weights."""
+        self._trainer = "changing"
+        await self._none_loads.wait()
+
+    async def release_rebuilds(self, policy_version: int) -> None:
+        """See ``GeneratorFleet``. Rebuilt replicas get these weights only if no other serves; otherwise with the next
+        sync.
+        """
+        self._trainer = "ahead"
+        if not self._is_kept():
+            self._version = policy_version
+        if not self.accepting:
+            await every(self._catch_up(index) for index in sorted(self._unsynced))
+
+    async def _catch_up(self, index: int) -> None:
+        """Bring the current weights to a rebuilt replica that has none."""
+        async with self._restart_locks[index]:
+            if index not in self._unsynced:
+                return
+            replica = self.replicas[index]
+            try:
+                await self._load_weights(index, replica)
+                return
+            except TrainerLostError:
+                raise
+            except BackendError as error:
+                failure = error
+        await self.restart(index, replica, failure)
+
+    @contextmanager
+    def loading(self, replicas: Collection[int]) -> Iterator[None]:
         """During the block these replicas load weights, and requests bypass them."""
-        return self._availability.absent(replicas, "loads weights")
+        with self._availability.absent(replicas, "loads weights"):
+            yield
+            self._have_weights(replicas)
+
+    @asynccontextmanager
+    async def interrupted(self, replicas: Collection[int]) -> AsyncIterator[None]:
+        """During the block these replicas take the weights of a sync; before it, ``at_sync`` acts on their requests. To
+        be entered in ``loading``, so that requests that are made again go to other replicas.
+        """
+        if self.at_sync == "abort":
+            await every(self._end_requests(index) for index in replicas)
+        taking = {index: self.replicas[index] for index in replicas}
+        self._taking |= taking
+        if self.at_sync != "pause":
+            yield
+            return
+        await every(self._tell(replica, "pause") for replica in taking.values() if replica.state != "dead")
+        try:
+            yield
+        finally:
+            await every(self._tell(replica, "resume") for replica in taking.values() if replica.state != "dead")
+
+    async def _end_requests(self, index: int) -> None:
+        """Abort the requests of a replica, and wait until all have ended."""
+        while self._open[index]:
+            if self.replicas[index].state != "dead":
+                await self._tell(self.replicas[index], "abort", None)
+            if left := list(self._open[index]):
+                await asyncio.wait(left, timeout=_RETRY_S)
+
+    def _have_weights(self, replicas: Collection[int]) -> None:
+        if back := self._unsynced.intersection(replicas):
+            self._unsynced -= back
+            self._availability.come_back(back, _WAITS)
 
     async def restart(self, index: int, dead: R, cause: Exception) -> None:
         """Replace a dead replica once, even if several of its requests report it."""
@@ -284,12 +402,29 @@ class ReplicaFleet(ABC, Generic[R]):
     async def _rebuild(self, index: int) -> None:
         await self._discard(self.replicas[index])
         replica = self.replicas[index] = await self._launch(index)
-        if self.resync is not None:
-            try:
-                await self.resync(index)
-            except BaseException as error:  # it still has the weights of the model directory
-                await self._give_up(replica, f"it did not get the current weights: {error}")
-                raise
+        if self.resync is None:
+            return
+        waits = self._trainer == "changing" or (self._trainer == "ahead" and self.accepting)
+        if not waits or self._is_kept():
+            await self._load_weights(index, replica)
+        elif index not in self._unsynced:
+            self._unsynced.add(index)
+            self._availability.leave([index], _WAITS)
+
+    async def _load_weights(self, index: int, replica: R) -> None:
+        assert self.resync is not None, "there are weights to load"
+        self._num_loading += 1
+        self._none_loads.clear()
+        try:
+            await self.resync(index)
+        except BaseException as error:  # it still has the weights of the model directory
+            await self._give_up(replica, f"it did not get the current weights: {error}")
+            raise
+        finally:
+            self._num_loading -= 1
+            if not self._num_loading:
+                self._none_loads.set()
+        self._have_weights([index])
 
     async def revive(self) -> None:
         """Rebuild dead replicas. While the fleet is paused, waiting requests do not trigger this themselves."""

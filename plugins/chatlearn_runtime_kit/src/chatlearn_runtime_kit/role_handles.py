@@ -162,6 +162,18 @@ def build_handles(
     return {handle: Handle(owner, role, registry, ask) for handle, role in used.items()}
 
 
+def environment_handles(owner: str, used: Mapping[str, UsedRole], registry: PluginRegistry) -> dict[str, RoleHandle]:
+    """The handles of an environment: its generators' models and tokenizers. It samples with its ``RolloutContext``."""
+
+    async def refuse(role: str, request: RoleRequest) -> Any:
+        raise ContractError(
+            f"environment role {owner!r} asks role {role!r} through its handle; only RolloutContext.generate samples "
+            "for a rollout, with its seed and its limits"
+        )
+
+    return build_handles(owner, used, registry, refuse)
+
+
 class RoleCalls:
     """Executes, beside the runtime, one role's calls on other roles.
 

@@ -92,7 +92,11 @@ class SyncPlanner:
 
     def replay(self, policy_version: int, receiver: Endpoint) -> SyncRequest | None:
         """The plan with which a replica loads ``policy_version`` without the trainer, if the transport keeps it."""
-        last = self._last
-        if not self.flow.record.replayable or last is None or last.policy_version != policy_version:
+        if not self.keeps(policy_version):
             return None
-        return replace(last, receivers=(receiver,))
+        assert self._last is not None, "it keeps the last plan's version"
+        return replace(self._last, receivers=(receiver,))
+
+    def keeps(self, policy_version: int) -> bool:
+        """Whether the transport keeps this version."""
+        return self.flow.record.replayable and self._last is not None and self._last.policy_version == policy_version

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -77,6 +77,9 @@ class ReceiverGroup(Protocol):
 
     def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
         """During the block requests bypass these replicas."""
+
+    def interrupted(self, replicas: Collection[int]) -> AbstractAsyncContextManager[None]:
+        """During the block these replicas take weights in a sync; see ``GeneratorFleet.at_sync``."""
 
     def close(self) -> None:
         """Close what this process holds. Safe to call twice."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from chatlearn_core.exceptions import BackendError, WeightSyncError
@@ -35,44 +36,60 @@ class WeightTransfer:
         self._receivers = receivers
         self._fits: dict[Endpoint, WeightManifest] = {}
         """Receiver -> the last manifest found to fit its replica."""
+        self._sending = asyncio.Lock()
+        """Held while the senders send: a replica may be rebuilt while another one loads."""
 
     async def sync(self, replicas: Sequence[int], policy_version: int) -> list[SyncReceipt]:
         """Transfer the trainer's weights to these replicas, all together or in turns, according to the fleet rule.
 
         The manifest is checked against every replica of a turn before the first byte moves. A replica that fails is
-        dead; the others serve the new version.
+        dead; the others serve the new version. Replicas whose turn has not come serve, and may die and be rebuilt.
 
         Raises:
             WeightSyncError: the manifest does not match a replica's model; nothing was moved to its turn.
         """
-        receipts = await self._unreachable(replicas, policy_version)
-        gone = {receipt.replica for receipt in receipts}
-        turns = self.planner.turns([replica for replica in replicas if replica not in gone])
         if self.planner.sends_ahead:
-            return receipts + await self._send_ahead(turns, policy_version)
-        for turn in turns:
-            manifest = await self._senders.manifest(self.route.payload)
-            request = await self._request(manifest, turn, policy_version)
+            return await self._send_ahead(replicas, policy_version)
+        receipts: list[SyncReceipt] = []
+        for turn in self.planner.turns(replicas):
             with self._receivers.loading(turn):
-                receipts += await self._take_turn(request, turn)
+                async with self._receivers.interrupted(turn), self._sending:
+                    receipts += await self._bring(turn, policy_version)
         return receipts
+
+    def keeps(self, policy_version: int) -> bool:
+        """Whether the transport keeps this version, so that a replica gets it without the trainer."""
+        return self.planner.keeps(policy_version)
 
     async def resync(self, replica: int, policy_version: int) -> SyncReceipt:
         """Transfer the current version to a rebuilt replica, without the trainer if the transport keeps the version.
 
         Raises: as ``sync``.
         """
-        request = self.planner.replay(policy_version, await self._receivers.endpoint(replica))
-        if request is None:
-            [receipt] = await self.sync([replica], policy_version)
-            return receipt
+        endpoint = await self._receivers.endpoint(replica)
+        async with self._sending:
+            request = self.planner.replay(policy_version, endpoint)
+            if request is None:
+                with self._receivers.loading([replica]):
+                    [receipt] = await self._bring([replica], policy_version)
+                return receipt
         with self._receivers.loading([replica]):
             for receipt in await self._begin(request, [replica]):
                 return receipt
             return await self._receive(replica, request, [])
 
-    async def _unreachable(self, replicas: Sequence[int], policy_version: int) -> list[SyncReceipt]:
-        """Receipts of the replicas that have no receiver and can no longer open one."""
+    async def _bring(self, replicas: Sequence[int], policy_version: int) -> list[SyncReceipt]:
+        """Send to these replicas, which load together."""
+        reached, receipts = await self._reached(replicas, policy_version)
+        if not reached:
+            return receipts
+        manifest = await self._senders.manifest(self.route.payload)
+        request = await self._request(manifest, reached, policy_version)
+        return receipts + await self._take_turn(request, reached)
+
+    async def _reached(self, replicas: Sequence[int], policy_version: int) -> tuple[list[int], list[SyncReceipt]]:
+        """The replicas that have a receiver, and receipts of those that can no longer open one."""
+        reached: list[int] = []
         receipts: list[SyncReceipt] = []
         for replica in replicas:
             try:
@@ -81,7 +98,9 @@ class WeightTransfer:
                 if await self._receivers.lives(replica):
                     raise
                 receipts.append(_dead(replica, policy_version, error))
-        return receipts
+            else:
+                reached.append(replica)
+        return reached, receipts
 
     async def _request(self, manifest: WeightManifest, replicas: Sequence[int], policy_version: int) -> SyncRequest:
         receivers = [await self._receivers.endpoint(replica) for replica in replicas]
@@ -190,35 +209,46 @@ class WeightTransfer:
                     await self._senders.release(request)
                 return
 
-    async def _send_ahead(self, turns: Sequence[Sequence[int]], policy_version: int) -> list[SyncReceipt]:
+    async def _send_ahead(self, replicas: Sequence[int], policy_version: int) -> list[SyncReceipt]:
         """Send once while every replica serves; afterwards replicas load the version in turns.
 
         Raises:
             WeightSyncError: the senders failed; every replica continues to serve its version.
         """
-        manifest = await self._senders.manifest(self.route.payload)
-        request = await self._request(manifest, [replica for turn in turns for replica in turn], policy_version)
-        receipts: list[SyncReceipt] = []
-        try:
+        async with self._sending:
+            reached, receipts = await self._reached(replicas, policy_version)
+            manifest = await self._senders.manifest(self.route.payload)
+            request = await self._request(manifest, reached, policy_version)
             try:
                 offers = await self._senders.offer(request)
                 await self._send(request)
-            except Exception as error:
-                if self._senders.is_lost:
+            except BaseException as error:
+                await self._senders.release(request)
+                if self._senders.is_lost or not isinstance(error, Exception):
                     raise
                 raise WeightSyncError(
                     f"weight sync of policy version {policy_version}: the sender failed before a replica began: {error}"
                 ) from error
-            for turn in turns:
+        try:
+            for turn in self.planner.turns(reached):
                 with self._receivers.loading(turn):
-                    dead = await self._begin(request, turn)
-                    receipts += dead
-                    gone = {receipt.replica for receipt in dead}
-                    begun = [replica for replica in turn if replica not in gone]
-                    receipts += await asyncio.gather(*(self._receive(replica, request, offers) for replica in begun))
+                    async with self._receivers.interrupted(turn):
+                        receipts += await self._load_kept(request, turn, offers)
         finally:
             await self._senders.release(request)
         return receipts
+
+    async def _load_kept(
+        self, request: SyncRequest, turn: Sequence[int], offers: Sequence[SyncOffer]
+    ) -> list[SyncReceipt]:
+        """Let replicas load what was sent before. They may have been rebuilt since then."""
+        reached, receipts = await self._reached(turn, request.policy_version)
+        ends = [await self._receivers.endpoint(replica) for replica in reached]
+        request = replace(request, receivers=tuple(ends))
+        receipts += await self._begin(request, reached)
+        gone = {receipt.replica for receipt in receipts}
+        begun = [replica for replica in reached if replica not in gone]
+        return receipts + await asyncio.gather(*(self._receive(replica, request, offers) for replica in begun))
 
     async def _send(self, request: SyncRequest) -> None:
         await self._senders.send(request)

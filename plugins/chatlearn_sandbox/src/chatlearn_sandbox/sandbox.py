@@ -29,12 +29,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from chatlearn_sandbox import process_tree
+
 ENTRY = str(Path(__file__).with_name("sandbox_entry.py"))
-PROCESS_TREE = str(Path(__file__).with_name("process_tree.py"))
+PROCESS_TREE = process_tree.__file__
 START_TIMEOUT_S = 60.0
 """Time limit for building a sandbox, in seconds; it takes about 0.1 s, and longer on a busy machine."""
 END_TIMEOUT_S = 10.0
 """Time limit for killed processes to end, in seconds; it takes milliseconds."""
+MEMORY_PERIOD_S = 0.05
+"""Time between two looks at the memory of a program's processes, in seconds."""
 STDERR_BYTES = 64 << 10
 """Number of bytes of standard error to keep: its end, which the error messages quote."""
 ENVIRONMENT = {
@@ -46,7 +50,7 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 Isolation = Literal["namespaces", "none"]
-Ended = Literal["exited", "timed_out", "too_much_output", "stopped"]
+Ended = Literal["exited", "timed_out", "out_of_memory", "too_much_output", "stopped"]
 
 
 class SandboxError(Exception):
@@ -63,6 +67,11 @@ class Limits:
     """CPU time of each process in seconds; by default the wall time, rounded up, plus one."""
     memory_bytes: int = 512 << 20
     """Address space of each process in bytes."""
+    total_memory_bytes: int | None = None
+    """Memory of all processes together in bytes, pages that they share counted once; by default ``memory_bytes``.
+
+    It is measured every 0.05 s, and a program that has more is ended; the limit of each process is the kernel's.
+    """
     max_processes: int = 16
     """Processes and threads at once. Applies only with namespaces; without them the kernel counts all of the user's."""
     max_open_files: int = 64
@@ -177,6 +186,7 @@ class SandboxProcess:
         self.ended: Ended = "exited"
         self.deadline = time.monotonic() + START_TIMEOUT_S
         """Time at which the program is ended; counts from the program's start as soon as that is known."""
+        self._looked_at = 0.0
         self._stdin = memoryview(stdin)
         self._report = bytearray()
         self._started = False
@@ -264,6 +274,15 @@ class SandboxProcess:
             self.errors += data
             del self.errors[:-STDERR_BYTES]
 
+    def check_memory(self, now: float) -> None:
+        """End the program if its processes have more memory together than they may; looks only once in a period."""
+        if self._started and self._control >= 0 and now >= self._looked_at + MEMORY_PERIOD_S:
+            self._looked_at = now
+            total = self._limits.total_memory_bytes
+            limit = self._limits.memory_bytes if total is None else total
+            if process_tree.memory_bytes(self._launcher.pid, limit) > limit:
+                self.end("out_of_memory")
+
     def end(self, why: Ended) -> None:
         """End the program and all its processes; the first reason counts."""
         if self._control >= 0:
@@ -331,7 +350,7 @@ class SandboxProcess:
 def run(main: SandboxProcess, *helpers: SandboxProcess) -> list[SandboxResult]:
     """Wait until ``main`` ends, then end ``helpers``. Return their results in this order.
 
-    A program that exceeds its wall time or its output limit is ended.
+    A program that exceeds its wall time, its output limit or the memory of all its processes is ended.
 
     Raises:
         SandboxError: a sandbox was not built.
@@ -343,6 +362,8 @@ def run(main: SandboxProcess, *helpers: SandboxProcess) -> list[SandboxResult]:
         for process in processes:
             if process.waiting_for and now >= process.deadline:
                 process.end("timed_out")
+            elif process.waiting_for:
+                process.check_memory(now)
         if not main.waiting_for:
             for process in helpers:
                 process.end("stopped")
@@ -354,7 +375,8 @@ def run(main: SandboxProcess, *helpers: SandboxProcess) -> list[SandboxResult]:
         poll = select.poll()
         for descriptor, process in owners.items():
             poll.register(descriptor, process.waiting_for[descriptor])
-        left = min(ending_by or now + 1, *(p.deadline for p in processes if p.ended == "exited"), now + 1) - now
+        until = ending_by or now + MEMORY_PERIOD_S
+        left = min(until, *(p.deadline for p in processes if p.ended == "exited"), now + 1) - now
         for descriptor, _ in poll.poll(max(1.0, left * 1000)):
             owners[descriptor].advance(descriptor)
     return [process.result() for process in processes]

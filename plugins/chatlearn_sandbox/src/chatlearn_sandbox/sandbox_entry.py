@@ -121,6 +121,8 @@ def _build_file_system(spec: dict[str, Any]) -> None:
     # A nested user namespace would have the rights that this one gives up.
     with suppress(OSError):  # /proc/sys may be read-only; even a nested namespace cannot undo a read-only mount
         _write("/proc/sys/user/max_user_namespaces", "0")
+    with suppress(OSError):  # older kernels let only root do this
+        _write("/proc/sys/kernel/shmall", "0")  # memory of this namespace that no process need map
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     readable = spec["readable"]
     root = next(p for p in MOUNT_POINTS if os.path.isdir(p) and not any(r.startswith(f"{p}/") for r in readable))

@@ -25,6 +25,7 @@ from chatlearn_testing.suites import (
     AlgorithmConformance,
     ConformanceSuite,
     DatasetConformance,
+    EnvironmentConformance,
     GeneratorConformance,
     LoggerConformance,
     RewardConformance,
@@ -49,6 +50,7 @@ SUITES: Mapping[str, type[ConformanceSuite]] = {
         DatasetConformance,
         LoggerConformance,
         SamplerConformance,
+        EnvironmentConformance,
     )
 }
 TEST_FILE = """\
@@ -132,7 +134,7 @@ def suite_class(
                 f"{record.kind} {record.name!r} is tested on a model: pass a model directory and a load_reference"
             )
         body |= {"load_reference": load_reference, "model_directory": _directory_fixture(model_directory)}
-    if issubclass(suite, RewardConformance | DatasetConformance) and "cases" not in body:
+    if issubclass(suite, RewardConformance | DatasetConformance | EnvironmentConformance) and "cases" not in body:
         raise PluginError(f"{record.kind} {record.name!r} is tested on its own cases: pass them in settings['cases']")
     name = "".join(
         part.capitalize() for part in (*record.name.replace("-", "_").split("_"), record.kind.split("_")[-1])

@@ -35,6 +35,7 @@ class TemplateKind(StrEnum):
     dataset = "dataset"
     logger = "logger"
     sampler = "sampler"
+    environment = "environment"
 
 
 TEMPLATE_KINDS = tuple(kind.value for kind in TemplateKind)

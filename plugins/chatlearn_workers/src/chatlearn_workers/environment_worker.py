@@ -8,6 +8,7 @@ from chatlearn_core.protocols import RolloutOrder
 from chatlearn_core.runtime.model_families import model_family
 from chatlearn_core.types import Rollout
 from chatlearn_runtime_kit.environments import LocalEnvironments
+from chatlearn_runtime_kit.role_handles import environment_handles
 from chatlearn_workers.conversation import AskingWorker, current_call
 from chatlearn_workers.worker import NodeAddress, Worker, WorkerFacts
 from chatlearn_workers.worker_spec import WorkerSpec
@@ -30,7 +31,9 @@ class EnvironmentWorker(AskingWorker, Worker):
             torch.set_num_threads(self.spec.num_threads)
         source = self.context.model
         tokenizer = model_family(self.registry, source).load_tokenizer(source)
-        self._group = LocalEnvironments(self.spec.environment, self.build(self.spec.plugin), tokenizer)
+        role = self.spec.environment
+        handles = environment_handles(role.name, role.uses, self.registry)
+        self._group = LocalEnvironments(role, self.build(self.spec.plugin, handles=handles), tokenizer)
         await self._group.start()
         return self.facts()
 

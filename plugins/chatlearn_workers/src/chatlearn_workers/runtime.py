@@ -190,12 +190,15 @@ class WorkersRuntime(ABC):
         fleet = self._fleets[generator]
         transfer = self._transfers[trainer, generator]
 
-        async def transfer_to(index: int) -> SyncReceipt:
+        async def transfer_to(index: int, version: int) -> SyncReceipt:
             async with self.lend_weights(trainer):
-                return await transfer.resync(index, policy_version)
+                return await transfer.resync(index, version)
 
         return await fleet.sync(
-            policy_version, lambda: transfer.sync(range(fleet.num_replicas), policy_version), transfer_to
+            policy_version,
+            lambda: transfer.sync(range(fleet.num_replicas), policy_version),
+            transfer_to,
+            transfer.keeps,
         )
 
     async def refresh_weights(self, trainer: str, follower: str, step: int) -> bool:
@@ -412,7 +415,7 @@ class WorkersRuntime(ABC):
                 for part in role.backends
             )
             return replace(spec, shares=shares)
-        environment = EnvironmentRole.of(role) if role.kind == "environment" else None
+        environment = EnvironmentRole.of(role, self.plan) if role.kind == "environment" else None
         return replace(spec, plugin=self._choice(role.backend), environment=environment)
 
     def _choice(self, backend: BackendPlan) -> PluginChoice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from typing import Any
 
 from chatlearn_core.exceptions import BackendTimeoutError, ChatLearnError
@@ -138,6 +138,9 @@ class RemoteReceivers:
     def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
         return self._fleet.loading(replicas)
 
+    def interrupted(self, replicas: Collection[int]) -> AbstractAsyncContextManager[None]:
+        return self._fleet.interrupted(replicas)
+
     def close(self) -> None:
         """See ``ReceiverGroup``: the workers close their receivers."""
 
@@ -215,6 +218,10 @@ class RemoteFollower:
 
     def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
         """See ``ReceiverGroup``: trainers get no requests meanwhile."""
+        return nullcontext()
+
+    def interrupted(self, replicas: Collection[int]) -> AbstractAsyncContextManager[None]:
+        """See ``ReceiverGroup``: trainers get no requests."""
         return nullcontext()
 
     def close(self) -> None:

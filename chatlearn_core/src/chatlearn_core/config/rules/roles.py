@@ -169,7 +169,9 @@ def engine_arguments(checked: Checked) -> Iterator[Problem]:
             continue
         for argument, problem in problems.items():
             rule = f"{record.kind} '{record.name}' does not take this engine argument: {problem}"
-            yield Problem((*path, argument), rule, role.engine[argument], related=backend)
+            section, _, key = argument.partition(".")
+            value = role.engine[section][key] if key else role.engine[argument]
+            yield Problem((*path, *filter(None, (section, key))), rule, value, related=backend)
 
 
 def algorithm_roles(checked: Checked) -> Iterator[Problem]:
@@ -225,7 +227,8 @@ def handles_are_roles(checked: Checked) -> Iterator[Problem]:
     """
     for name, role in checked.roles("environment"):
         record = checked.record(f"roles.{name}", EnvironmentSpec)
-        wanted = None if record is None else {handle: RoleUse() for handle in record.uses}
+        further = role.uses if record is not None and record.more_uses else ()
+        wanted = None if record is None else {handle: RoleUse() for handle in (*record.uses, *further)}
         yield from _handles(checked, name, ("roles", name), f"environment '{role.backend}'", role.uses, wanted)
     for name, role in checked.roles("reward"):
         if not role.parts:

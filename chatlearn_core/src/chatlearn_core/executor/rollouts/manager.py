@@ -282,6 +282,8 @@ class Rollouts:
         count_tokens: called with the number of newly sampled tokens, for generators that stream.
     """
 
+    turns_together = True
+
     def __init__(
         self,
         runtime: Runtime,

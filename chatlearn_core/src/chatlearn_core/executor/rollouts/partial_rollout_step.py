@@ -17,6 +17,8 @@ class PartialRolloutStep:
     continues through the flow at once; groups that are incomplete when the step ends are left out of it.
     """
 
+    turns_together = True
+
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = list(groups)
         self.num_rounds = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from chatlearn_core.exceptions import BackendError
@@ -13,7 +13,7 @@ from chatlearn_core.types import Completion, ExampleDraw
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Progress:
-    """How far one sample is."""
+    """How far one sample is, or one request of its rollout."""
 
     completion: Completion | None = None
     """The tokens sampled so far; finish reason ``abort`` while it is unfinished."""
@@ -21,6 +21,11 @@ class Progress:
     """Reason why there is no completion; the sample is then excluded when its group is trained on."""
     rounds: int = 0
     """Number of rounds in which it has been sampled."""
+    digest: int = 0
+    """For an entry of ``turns``: checksum of the request that it answers."""
+    turns: Mapping[str, Progress] = field(default_factory=dict)
+    """Request id -> how far that request is, for all that its rollout has made; empty for partial rollouts, which make
+    one."""
 
     @property
     def ended(self) -> bool:
@@ -61,7 +66,7 @@ class Group:
     def is_finished(self) -> bool:
         """Whether the flow's production stage is over: every request has its sample, scored. Its turn to be trained on
         has not come, because groups drawn before it are unfinished."""
-        return all(request.sample is not None for request in self.requests)
+        return all(request.calls_left == 0 for request in self.requests)
 
     @property
     def has_completion(self) -> bool:

@@ -35,7 +35,7 @@ from chatlearn_core.types import (
 )
 
 FILE = Path("rollouts") / "state.json"
-_FORMAT = 4
+_FORMAT = 5
 Described = Mapping[str, Any]
 """A group as JSON values and arrays."""
 
@@ -130,6 +130,7 @@ def restore_finished(described: Described, requests: Sequence[RolloutRequest]) -
     for request, sample in zip(requests, described["samples"], strict=True):
         request.sample, request.dropped = _restore_sample(sample, request), sample["dropped"]
         request.extras = [_restore_sample(extra, request) for extra in sample["extras"]]
+        request.calls_left = 0
     return FinishedGroup(tuple(requests))
 
 
@@ -156,15 +157,20 @@ def _describe_pending(group: Group) -> dict[str, Any]:
     samples = []
     for request, progress in zip(group.requests, group.progress, strict=True):
         assert request.generate_request is not None, "partial rollouts are of prompts"
-        sample: dict[str, Any] = {"id": request.sample_id, "rounds": progress.rounds}
-        sample["sampling"] = asdict(request.generate_request.sampling)  # a schedule may have changed it for that step
-        if progress.failure is not None:
-            sample["failure"] = str(progress.failure)
-            sample["timed_out"] = isinstance(progress.failure, BackendTimeoutError)
-        elif progress.completion is not None:
-            sample["completion"] = _describe_completion(progress.completion)
-        samples.append(sample)
+        sampling = asdict(request.generate_request.sampling)  # a schedule may have changed it for that step
+        samples.append({**_describe_progress(progress), "id": request.sample_id, "sampling": sampling})
     return _describe_draw(group.draw) | {"samples": samples}
+
+
+def _describe_progress(progress: Progress) -> dict[str, Any]:
+    described: dict[str, Any] = {"rounds": progress.rounds, "digest": progress.digest}
+    if progress.failure is not None:
+        described["failure"] = str(progress.failure)
+        described["timed_out"] = isinstance(progress.failure, BackendTimeoutError)
+    elif progress.completion is not None:
+        described["completion"] = _describe_completion(progress.completion)
+        described["sampling"] = asdict(progress.completion.sampling)
+    return described | {"turns": {name: _describe_progress(turn) for name, turn in progress.turns.items()}}
 
 
 def _describe_completion(completion: Completion) -> dict[str, Any]:
@@ -192,22 +198,25 @@ def _restore_pending(described: Described, requests: list[RolloutRequest]) -> Gr
     for sample, request in pairs:
         assert request.generate_request is not None, "partial rollouts are of prompts"
         request.generate_request = replace(request.generate_request, sampling=_restore_sampling(sample["sampling"]))
-    return Group(requests, [_restore_progress(sample, request) for sample, request in pairs])
+    return Group(requests, [_restore_progress(sample, request.sample_id) for sample, request in pairs])
 
 
-def _restore_progress(sample: Described, request: RolloutRequest) -> Progress:
-    if "failure" in sample:
-        kind = BackendTimeoutError if sample["timed_out"] else BackendError
-        return Progress(failure=kind(sample["failure"]), rounds=sample["rounds"])
-    if "completion" not in sample:
-        return Progress(rounds=sample["rounds"])
-    stored = sample["completion"]
-    assert request.generate_request is not None, "partial rollouts are of prompts"
-    completion = Completion(
-        request_id=request.sample_id,
+def _restore_progress(described: Described, request_id: str) -> Progress:
+    failure, completion = None, None
+    if "failure" in described:
+        failure = (BackendTimeoutError if described["timed_out"] else BackendError)(described["failure"])
+    elif "completion" in described:
+        completion = _restore_completion(described["completion"], request_id, _restore_sampling(described["sampling"]))
+    turns = {name: _restore_progress(turn, name) for name, turn in described["turns"].items()}
+    return Progress(completion, failure, described["rounds"], described["digest"], turns)
+
+
+def _restore_completion(stored: Described, request_id: str, sampling: SamplingParams) -> Completion:
+    return Completion(
+        request_id=request_id,
         basis=LogprobBasis(**stored["basis"]),
         finish_reason=stored["finish_reason"],
-        sampling=request.generate_request.sampling,
+        sampling=sampling,
         version_spans=_restore_spans(stored["version_spans"]),
         text=stored["text"],
         num_cached_tokens=stored["num_cached_tokens"],
@@ -215,7 +224,6 @@ def _restore_progress(sample: Described, request: RolloutRequest) -> Progress:
         prompt_token_data=stored["prompt_token_data"],
         **stored["arrays"],
     )
-    return Progress(completion, rounds=sample["rounds"])
 
 
 # Finished samples

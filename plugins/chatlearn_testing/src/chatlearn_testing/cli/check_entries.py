@@ -39,6 +39,7 @@ SUITE_NAMES: Mapping[Kind, str] = {
     "dataset": "DatasetConformance",
     "logger": "LoggerConformance",
     "sampler": "SamplerConformance",
+    "environment": "EnvironmentConformance",
 }
 """Classes of ``chatlearn_testing.suites``, whose import takes seconds."""
 
@@ -195,6 +196,8 @@ def missing_settings(record: PluginRecord, settings: Mapping[str, Any], model: o
         return f"no samples with known rewards: give 'cases' in {where}"
     if record.kind == "dataset" and "cases" not in settings:
         return f"no rows with known examples: give 'cases' in {where}"
+    if record.kind == "environment" and "cases" not in settings:
+        return f"no rollouts with known outcomes: give 'cases' in {where}"
     return ""
 
 

@@ -15,7 +15,8 @@ from chatlearn_core.types import Completion, GenerateRequest, VersionSpan
 class Scripted:
     """Answers the requests of a ``RolloutContext`` with prepared texts, in order, and keeps the requests.
 
-    A text ends with the end-of-turn token unless the request's ``max_tokens`` cuts it. ``split`` encodes it character
+    A text ends with the end-of-turn token, or with a token of ``ends`` that it has last, unless the request's
+    ``max_tokens`` cuts it. ``split`` encodes it character
     by character, as a policy may sample it and no tokenizer would encode it. A text may be given in parts, each of
     which is encoded by itself; this is how a policy writes special tokens within a turn.
     """
@@ -24,6 +25,7 @@ class Scripted:
     texts: list[str | tuple[str, ...]] = field(default_factory=list)
     asked: list[GenerateRequest] = field(default_factory=list)
     split: bool = True
+    ends: tuple[str, ...] = ()
     delay_s: float = 0.0
     fails: Exception | None = None
 
@@ -36,7 +38,8 @@ class Scripted:
         text = self.texts.pop(0)
         parts = list(text) if self.split or isinstance(text, tuple) else [text]
         ids = [i for part in parts for i in self.tokenizer.encode(part, add_special_tokens=False)]
-        ids.append(self.tokenizer.eos_token_id)
+        if not ids or ids[-1] not in self.tokenizer.convert_tokens_to_ids(list(self.ends)):
+            ids.append(self.tokenizer.eos_token_id)
         cut = ids[: request.sampling.max_tokens]
         return Completion(
             request_id=request.id,

@@ -3,6 +3,7 @@
 from chatlearn_testing.suites.algorithm import AlgorithmConformance
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.dataset import DatasetConformance, RowCase
+from chatlearn_testing.suites.environment import EnvironmentCase, EnvironmentConformance
 from chatlearn_testing.suites.generator import GeneratorConformance
 from chatlearn_testing.suites.logger import LoggerConformance
 from chatlearn_testing.suites.reward import RewardCase, RewardConformance
@@ -15,6 +16,8 @@ __all__ = [
     "AlgorithmConformance",
     "ConformanceSuite",
     "DatasetConformance",
+    "EnvironmentCase",
+    "EnvironmentConformance",
     "GeneratorConformance",
     "LoggerConformance",
     "RewardCase",

@@ -1,0 +1,1 @@
+"""A generator for ChatLearn on an engine that ChatLearn does not know: CTranslate2."""
