@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from chatlearn_core.plugins import trial
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.trial import LIMIT_VARIABLE, LOST_S, TRIED_VARIABLE
+from chatlearn_trial import remembered as remembered_outcomes
 
 GOOD = """
 from chatlearn_core.plugins import hookimpl
@@ -57,13 +57,13 @@ def only_these(monkeypatch: pytest.MonkeyPatch, fake_environment: Any) -> None:
 def num_children(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many child processes were started."""
     started: list[int] = []
-    original = trial.try_apart
+    original = remembered_outcomes.try_apart
 
     def counted(*arguments: Any, **options: Any) -> Any:
         started.append(1)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(trial, "try_apart", counted)
+    monkeypatch.setattr(remembered_outcomes, "try_apart", counted)
     return lambda: len(started)
 
 

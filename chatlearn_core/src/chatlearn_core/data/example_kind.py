@@ -27,12 +27,17 @@ class ExampleKind(Protocol):
     def build(self, raw: RawExample, row: RowRenderer) -> Example:
         """The example of a row.
 
+        Called: for each row of a file; in the driver; once per row.
+
         Raises:
             DataError: the row cannot be used; give only the reason, because the pipeline adds file and line.
         """
 
     def samples(self, draw: ExampleDraw) -> list[Sample]:
-        """The samples of a draw, in id order; empty if a generator makes them."""
+        """The samples of a draw, in id order; empty if a generator makes them.
+
+        Called: for each draw; in the driver; once per draw.
+        """
 
 
 @dataclass(slots=True)

@@ -64,18 +64,29 @@ class DatasetFormat(Protocol):
 
     @property
     def answer_columns(self) -> tuple[str, ...]:
-        """Columns searched for a ground truth; listed in the error for a row that has none."""
+        """Columns searched for a ground truth; listed in the error for a row that has none.
+
+        Called: when a row has no answer; in the driver; any number of times.
+        """
 
     @property
     def completion_columns(self) -> tuple[str, ...]:
-        """Columns searched for a completion; listed in the error for a row that has none."""
+        """Columns searched for a completion; listed in the error for a row that has none.
+
+        Called: when a row has no completion; in the driver; any number of times.
+        """
 
     @property
     def answer_required(self) -> bool:
-        """Whether a prompt without a ground truth is a bad row."""
+        """Whether a prompt without a ground truth is a bad row.
+
+        Called: for each row without an answer; in the driver; any number of times.
+        """
 
     def parse(self, row: Row) -> RawExample:
         """Interpret ``row``.
+
+        Called: for each row of a file; in the driver; once per row.
 
         Raises:
             DataError: the row is malformed; give only the reason, because the pipeline adds file and line.

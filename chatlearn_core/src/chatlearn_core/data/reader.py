@@ -34,6 +34,8 @@ class RowReader(Protocol):
 
         A reader that can continue after a row which it cannot use yields a ``LocatedRow`` with the error.
 
+        Called: when a run reads its data; in the driver; once per file.
+
         Args:
             path: a file; for a reader of ``hub``, the id of a dataset.
             split: split of a hub dataset; readers of files ignore it.

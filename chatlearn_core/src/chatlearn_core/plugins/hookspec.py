@@ -1,7 +1,7 @@
 """Every hook, in the order in which a run calls them. Specifications only.
 
-**Registering hooks** (plural nouns) are called once per process, when plugins load and before any device is touched;
-they return records. The records of all plugins are merged and a run selects by name: no plugin overrides another.
+**Registering hooks** (plural nouns) are called when plugins load, before any device is touched; they return records.
+The records of all plugins are merged and a run selects by name: no plugin overrides another.
 **Observing hooks** are broadcast while a run works. They return nothing and change nothing: each implementation gets
 copies of its own, and the random numbers it draws do not affect the run's. An implementation that raises is logged and
 counted, and stops the run only under strict mode.
@@ -54,10 +54,13 @@ RunStatus = Literal["completed", "interrupted", "failed"]
 def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
     """Register commands below ``chatlearn``.
 
-    Called when the command line starts, unless the command is one of its own. ``chatlearn --help`` shows name and
+    ``chatlearn --help`` shows name and
     ``help`` from the record; ``app`` is imported when the command is used. A function is one command; a
     ``typer.Typer`` is a group of commands, even if it holds only one. A name such as ``plugins weigh`` puts the command
     below ``chatlearn plugins``, the only group that accepts further commands.
+
+    Called: when the command line starts, unless the command is one of its own; as the other registering hooks; once
+    for each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -74,7 +77,10 @@ def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
 def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
     """Register runtimes: they build the roles and forward calls to them.
 
-    Called once per process. A run selects one with ``runtime.backend``.
+    A run selects one with ``runtime.backend``.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -99,7 +105,10 @@ def chatlearn_model_families() -> Iterable[ModelFamilySpec]:
     """Register readers of model families: tokenizer, prompts, limits, and where trainers with layers of their own put
     the parameters (``layouts``).
 
-    Called once per process. The ``model_type`` in the model directory's ``config.json`` selects the family.
+    The ``model_type`` in the model directory's ``config.json`` selects the family.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -123,8 +132,11 @@ def chatlearn_model_families() -> Iterable[ModelFamilySpec]:
 def chatlearn_datasets() -> Iterable[DatasetSpec]:
     """Register dataset formats: they say which column of a row is the prompt, an answer, a completion.
 
-    Called once per process. A dataset selects one with ``format``; ``format: auto`` takes the format with the most
+    A dataset selects one with ``format``; ``format: auto`` takes the format with the most
     ``columns`` among those whose columns the file has.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -149,8 +161,11 @@ def chatlearn_datasets() -> Iterable[DatasetSpec]:
 def chatlearn_example_kinds() -> Iterable[ExampleKindSpec]:
     """Register kinds of examples: the result of reading rows, and the samples it yields without a generator.
 
-    Called once per process. An algorithm selects one with its attribute ``input``; the core has ``prompts``,
+    An algorithm selects one with its attribute ``input``; the core has ``prompts``,
     ``demonstrations`` and ``preferences``.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -173,7 +188,10 @@ def chatlearn_example_kinds() -> Iterable[ExampleKindSpec]:
 def chatlearn_algorithms() -> Iterable[AlgorithmSpec]:
     """Register algorithms: a flow over roles, advantages and losses.
 
-    Called once per process. A run selects one with ``algorithm.name``; the configuration must define its ``roles``.
+    A run selects one with ``algorithm.name``; the configuration must define its ``roles``.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -198,7 +216,10 @@ def chatlearn_algorithms() -> Iterable[AlgorithmSpec]:
 def chatlearn_environments() -> Iterable[EnvironmentSpec]:
     """Register environments: they make rollouts of several turns with a generator.
 
-    Called once per process. A role of kind ``environment`` selects one with ``backend``.
+    A role of kind ``environment`` selects one with ``backend``.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -222,8 +243,11 @@ def chatlearn_environments() -> Iterable[EnvironmentSpec]:
 def chatlearn_trainers() -> Iterable[TrainerSpec]:
     """Register trainers: one object per rank that computes per-token outputs and updates the model.
 
-    Called once per process. A role of kind ``trainer`` selects one with ``backend``. The heads, outputs and exports of
+    A role of kind ``trainer`` selects one with ``backend``. The heads, outputs and exports of
     the record are checked against the algorithm and the transport before anything starts.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -250,9 +274,12 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
 def chatlearn_generators() -> Iterable[GeneratorSpec]:
     """Register generators: one object per replica that samples completions.
 
-    Called once per process. A role of kind ``generator`` selects one with ``backend``. ``requires`` lists the engine's
+    A role of kind ``generator`` selects one with ``backend``. ``requires`` lists the engine's
     distributions as alternatives; they are looked up in the metadata of the interpreter that will host the engine,
     never imported.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -279,7 +306,10 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
 def chatlearn_rewards() -> Iterable[RewardSpec]:
     """Register rewards: they score samples one by one or in whole groups.
 
-    Called once per process. A role of kind ``reward``, or a part of one, selects by ``backend``.
+    A role of kind ``reward``, or a part of one, selects by ``backend``.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -304,8 +334,11 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
 def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
     """Register transports that move policy weights from the trainer to the generators.
 
-    Called once per process. A run selects one with ``weight_sync.backend``; ``auto`` takes the one with the lowest
+    A run selects one with ``weight_sync.backend``; ``auto`` takes the one with the lowest
     ``speed_rank`` among those that the two ends and their placement support.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -334,7 +367,10 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
 def chatlearn_loggers() -> Iterable[LoggerSpec]:
     """Register loggers: destinations of metrics in addition to ``metrics.jsonl``.
 
-    Called once per process. A run selects any number with ``log.loggers``.
+    A run selects any number with ``log.loggers``.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -358,7 +394,10 @@ def chatlearn_loggers() -> Iterable[LoggerSpec]:
 def chatlearn_samplers() -> Iterable[SamplerSpec]:
     """Register samplers: they decide which training examples are drawn, and in which order.
 
-    Called once per process. A run selects one with ``data.sampler``.
+    A run selects one with ``data.sampler``.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -382,7 +421,10 @@ def chatlearn_samplers() -> Iterable[SamplerSpec]:
 def chatlearn_sample_filters() -> Iterable[SampleFilterSpec]:
     """Register filters: they exclude scored samples from training, or change the rewards that are trained on.
 
-    Called once per process. A run selects any number with ``rollout.filters``.
+    A run selects any number with ``rollout.filters``.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -406,7 +448,10 @@ def chatlearn_sample_filters() -> Iterable[SampleFilterSpec]:
 def chatlearn_schedules() -> Iterable[ScheduleSpec]:
     """Register schedules: numbers that depend on the step.
 
-    Called once per process. ``schedules`` in the configuration selects one for each scheduled setting.
+    ``schedules`` in the configuration selects one for each scheduled setting.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -430,7 +475,10 @@ def chatlearn_schedules() -> Iterable[ScheduleSpec]:
 def chatlearn_step_policies() -> Iterable[StepPolicySpec]:
     """Register step policies: they decide after each step whether to stop the run or change its sampling.
 
-    Called once per process. A run selects any number with ``train.step_policies``.
+    A run selects any number with ``train.step_policies``.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -454,7 +502,10 @@ def chatlearn_step_policies() -> Iterable[StepPolicySpec]:
 def chatlearn_rollout_modes() -> Iterable[RolloutModeSpec]:
     """Register rollout modes: when rollouts are made in relation to updates, beside ``sync``, which the core has.
 
-    Called once per process. A run selects one with ``rollout.mode``.
+    A run selects one with ``rollout.mode``.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -480,8 +531,11 @@ def chatlearn_rollout_modes() -> Iterable[RolloutModeSpec]:
 def chatlearn_outputs() -> Iterable[OutputSpec]:
     """Register outputs: values that trainers can compute per token or per sequence, by name, shape and type.
 
-    Called once per process. A trainer lists the outputs that it computes in ``TrainerSpec.outputs``; a loss reads them
+    A trainer lists the outputs that it computes in ``TrainerSpec.outputs``; a loss reads them
     through ``OutputRequest.names``, a flow through a method of ``chatlearn_flow_methods``.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -498,7 +552,10 @@ def chatlearn_outputs() -> Iterable[OutputSpec]:
 def chatlearn_flow_methods() -> Iterable[FlowMethodSpec]:
     """Register calls that flows can make on roles of a kind.
 
-    Called once per process. The trainer role computes ``outputs``, and the executor adds them to the samples.
+    The trainer role computes ``outputs``, and the executor adds them to the samples.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -523,7 +580,10 @@ def chatlearn_flow_methods() -> Iterable[FlowMethodSpec]:
 def chatlearn_aggregations() -> Iterable[AggregationSpec]:
     """Register aggregations: how the per-token losses of a mini-batch are reduced to one number.
 
-    Called once per process. Algorithms select one by name with their option ``aggregation``.
+    Algorithms select one by name with their option ``aggregation``.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -553,6 +613,9 @@ def chatlearn_run_start(config: Mapping[str, Any], run_dir: Path, graph: Graph) 
     ``config`` is the resolved configuration as plain data, ``graph`` the traced flow of the algorithm. Called again
     when a run resumes.
 
+    Called: when the configuration is valid and the run directory exists, before any role is built; in the driver;
+    once, and again when the run resumes.
+
     Example:
         from chatlearn_core.plugins import hookimpl
 
@@ -571,6 +634,8 @@ def chatlearn_rollout_end(step: int, samples: Sequence[Sample], metrics: Mapping
     a run with several processes they are references: ``store.get(samples, {"token_ids", "text"})`` returns samples with
     values.
 
+    Called: when every sample of a step is scored, before its updates; in the driver; once per step.
+
     Example:
         from chatlearn_core.plugins import hookimpl
 
@@ -586,6 +651,8 @@ def chatlearn_rollout_end(step: int, samples: Sequence[Sample], metrics: Mapping
 @hookspec
 def chatlearn_step_end(step: int, metrics: Mapping[str, float]) -> None:
     """A step is complete: all its updates are done. ``metrics`` is its line in ``metrics.jsonl``.
+
+    Called: when a step's updates, syncs and metrics are complete; in the driver; once per step.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -603,6 +670,9 @@ def chatlearn_step_end(step: int, metrics: Mapping[str, float]) -> None:
 def chatlearn_weights_synced(policy_version: int, receipts: Sequence[SyncReceipt]) -> None:
     """The generators have answered a weight sync; there is one receipt per replica, including failed ones.
 
+    Called: when all replicas of a generator role have answered a sync; in the driver; once per generator role at the
+    start, after each step that trained and after a return to a checkpoint.
+
     Example:
         from chatlearn_core.plugins import hookimpl
 
@@ -618,6 +688,8 @@ def chatlearn_weights_synced(policy_version: int, receipts: Sequence[SyncReceipt
 @hookspec
 def chatlearn_checkpoint_saved(step: int, path: Path) -> None:
     """A checkpoint is complete under its final name: a run killed from now on resumes after ``step``.
+
+    Called: when a checkpoint has its final name; in the driver; once per checkpoint.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -639,6 +711,8 @@ def chatlearn_error(error: BaseException, failure: RunFailure) -> None:
     was in and what is saved. Write a page for users to ``failure.run_dir / "failure.md"``: the run's failure report
     refers to it, and a resumed run removes it.
 
+    Called: when a run fails, before its roles are closed; in the driver; at most once.
+
     Example:
         from chatlearn_core.plugins import hookimpl
 
@@ -656,6 +730,8 @@ def chatlearn_run_end(status: RunStatus, summary: Mapping[str, Any]) -> None:
     """A run has ended and its roles are closed; ``summary`` is the content of ``summary.json``.
 
     ``status`` is ``completed``, ``interrupted`` (Ctrl-C or SIGTERM; it can be resumed) or ``failed``.
+
+    Called: when the roles are closed, last of all; in the driver; once.
 
     Example:
         from chatlearn_core.plugins import hookimpl

@@ -8,19 +8,17 @@ a plugin only when a run uses it.
 
 from __future__ import annotations
 
-import hashlib
-import os
+import re
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 from chatlearn_core import __version__
 from chatlearn_core.plugins.markers import PROJECT
 from chatlearn_core.plugins.records import PluginRecord
-from chatlearn_trial import Memory, Outcome, Task, cache_file, seconds, try_apart, unpacked
+from chatlearn_trial import Memory, Outcome, Task, cache_file, key_of, outcomes, seconds, unpacked
 from chatlearn_trial.files import files_in, files_of, installation_state, summary
 
 LIMIT_VARIABLE = "CHATLEARN_PLUGIN_TIMEOUT_S"
@@ -55,31 +53,23 @@ def load_apart(sources: Sequence[tuple[EntryPoint, str, str]]) -> list[Loaded]:
     if limit_s <= 0 or not sys.executable:
         return [Loaded()] * len(sources)
     here = [__version__, sys.version, sys.prefix, *summary(files_in(str(Path(__file__).parent))), *installation_state()]
-    states = {state_of(*source, here): source for source in sources}
-    tried = {state for state in os.environ.get(TRIED_VARIABLE, "").split(",") if state}
-    memory = Memory(cache_file(PROJECT, "plugin-records.json"))
-    known = memory.recall()
+    states = [
+        key_of([*here, distribution, version, point.name, point.value, *files_of(re.split("[.:]", point.value)[0])])
+        for point, distribution, version in sources
+    ]
     tasks = {
         state: Task(f"importing {distribution} {version}", (point.name, point.value))
-        for state, (point, distribution, version) in states.items()
-        if state not in known and state not in tried
+        for state, (point, distribution, version) in zip(states, sources, strict=True)
     }
-    if tasks:
-        until = time.time() + LOST_S
-        found = try_apart("chatlearn_core.plugins.loader:load_for_trial", tasks, limit_s=limit_s)
-        found = {state: replace(one, until=until) if one.lost else one for state, one in found.items()}
-        memory.keep(found)
-        known |= found
-        tried |= {state for state, one in found.items() if not one.lost and not one.patched}
-        os.environ[TRIED_VARIABLE] = ",".join(sorted(tried))
-    return [_loaded(known[state]) if state in known else Loaded() for state in states]
-
-
-def state_of(point: EntryPoint, distribution: str, version: str, here: Sequence[str]) -> str:
-    """Identifies an entry point and the state of its package's files and of ``here``; any change gives a new value."""
-    package = point.value.partition(":")[0].partition(".")[0]
-    content = [*here, distribution, version, point.name, point.value, *files_of(package)]
-    return hashlib.sha256("\0".join(content).encode(errors="surrogateescape")).hexdigest()[:32]
+    found = outcomes(
+        "chatlearn_core.plugins.loader:load_for_trial",
+        tasks,
+        limit_s=limit_s,
+        memory=Memory(cache_file(PROJECT, "plugin-records.json")),
+        tried_variable=TRIED_VARIABLE,
+        lost_s=LOST_S,
+    )
+    return [_loaded(found[state]) if state in found else Loaded() for state in states]
 
 
 def _loaded(outcome: Outcome) -> Loaded:

@@ -94,7 +94,10 @@ class Algorithm(Protocol):
     ``evaluation``."""
 
     def flow(self, examples: Any, m: Any) -> Any:
-        """The data flow of a step: an ordinary function over roles, traced once. Options may change its shape."""
+        """The data flow of a step: an ordinary function over roles, traced once. Options may change its shape.
+
+        Called: when a run is assembled; in the driver; once.
+        """
         raise NotImplementedError
 
     def advantages(self, batch: TrainBatch, step: int) -> Derived:
@@ -102,6 +105,8 @@ class Algorithm(Protocol):
 
         Called once per step, before any update, on the samples that are not excluded, in a worker of the policy, where
         the arrays are plain. The result must depend only on the arguments and the algorithm's options and state.
+
+        Called: before a step's updates; in a worker of the policy; once per step and part of the batch.
 
         Args:
             batch: ``sequence_data["reward"]`` holds [S] float64 rewards if the flow has a reward,
@@ -112,27 +117,49 @@ class Algorithm(Protocol):
         return Derived()
 
     def updates(self, step: int) -> Sequence[RoleUpdate]:
-        """The updates of a step, in order. Also called before the run for every step, to plan it."""
+        """The updates of a step, in order. Also called before the run for every step, to plan it.
+
+        Called: before the run, to plan it, and in each step; in the driver; once per step each.
+        """
         raise NotImplementedError
 
     def wanted(self, samples: Sequence[Sample]) -> int:
-        """Number of further examples to draw before the step can train, given its finished samples so far."""
+        """Number of further examples to draw before the step can train, given its finished samples so far.
+
+        Called: when the samples of a step are finished; in the driver; once or more per step, until it returns 0.
+        """
         return 0
 
     def evaluation(self, examples: Any, m: Any) -> Any:
-        """The data flow of an evaluation on held-out examples of kind ``evaluation_input``."""
+        """The data flow of an evaluation on held-out examples of kind ``evaluation_input``.
+
+        Called: when a run is assembled, if ``evaluation_input`` is set; in the driver; once.
+        """
         raise NotImplementedError
 
     def evaluation_metrics(self, batch: TrainBatch) -> Metrics:
-        """Metrics of held-out samples, computed in the worker that has their arrays; logged as ``eval/<name>``."""
+        """Metrics of held-out samples, computed in the worker that has their arrays; logged as ``eval/<name>``.
+
+        Called: in an evaluation by the algorithm's own flow; in a worker of the policy; once per evaluation and part
+        of the batch.
+        """
         return {}
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Called when a step is complete, with its metrics; may adapt coefficients."""
+        """Called when a step is complete, with its metrics; may adapt coefficients.
+
+        Called: when a step is complete; in the driver; once per step.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """State changed by ``after_step``, as JSON values, for checkpoints."""
+        """State changed by ``after_step``, as JSON values, for checkpoints.
+
+        Called: for each checkpoint; in the driver; once per checkpoint.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that ``state_dict`` returned."""
+        """Restore the state that ``state_dict`` returned.
+
+        Called: when a run resumes or returns to its last checkpoint; in the driver; once each time.
+        """

@@ -36,7 +36,10 @@ class ReadsSamples(Protocol):
     @property
     def reads(self) -> Collection[str]:
         """Fields (see ``DataStore``) that must be plain arrays when the object is called; the executor fetches them in
-        one call. For a loss, the fields that ``prepare`` reads."""
+        one call. For a loss, the fields that ``prepare`` reads.
+
+        Called: before the object is called; in the driver; any number of times.
+        """
 
 
 def fields_read_by(reader: object) -> frozenset[str]:

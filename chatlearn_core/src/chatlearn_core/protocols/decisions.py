@@ -19,11 +19,16 @@ class Stateful(Protocol):
     """An object with state in checkpoints. Subclass it for the default: no state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All state that has changed since construction, as JSON values."""
+        """All state that has changed since construction, as JSON values.
+
+        Called: for each checkpoint; in the driver; once per checkpoint.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that ``state_dict`` returned.
+
+        Called: when a run resumes or returns to its last checkpoint; in the driver; once each time.
 
         Raises:
             CheckpointError: the state belongs to other data or settings.
@@ -47,13 +52,22 @@ class ExampleSampler(Stateful, Protocol):
 
     @property
     def epochs(self) -> Mapping[str, float]:
-        """Dataset name -> number of passes made over it so far, fractional; for the log."""
+        """Dataset name -> number of passes made over it so far, fractional; for the log.
+
+        Called: for the metrics of a step; in the driver; once per step.
+        """
 
     def next_batch(self, size: int) -> list[ExampleDraw]:
-        """Draw ``size`` examples. The draws of one example are numbered from 0, and no two draws share a seed key."""
+        """Draw ``size`` examples. The draws of one example are numbered from 0, and no two draws share a seed key.
+
+        Called: when a step needs examples; in the driver; once per step, and again to refill it.
+        """
 
     def observe(self, samples: Sequence[Sample]) -> None:
-        """Receives the scored samples of a step before training, for example to adapt a curriculum."""
+        """Receives the scored samples of a step before training, for example to adapt a curriculum.
+
+        Called: when the samples of a step are scored; in the driver; once per step.
+        """
 
 
 class SampleFilter(Stateful, Protocol):
@@ -62,6 +76,8 @@ class SampleFilter(Stateful, Protocol):
     def excluded(self, samples: Sequence[Sample]) -> Mapping[str, str]:
         """Sample id -> reason for exclusion; counted as ``samples/excluded/<reason>``.
 
+        Called: when the samples of a step are scored; in the driver; once per step.
+
         Args:
             samples: scored samples of one step, in whole groups, without those already excluded.
         """
@@ -69,6 +85,8 @@ class SampleFilter(Stateful, Protocol):
     def rewards(self, samples: Sequence[Sample]) -> Mapping[str, RewardResult]:
         """Sample id -> the reward that takes the place of the sample's; the others keep theirs. Called after
         ``excluded``, once in a step. Evaluations, and what chose the step's groups, had the reward as it was scored.
+
+        Called: after ``excluded``; in the driver; once per step.
 
         Args:
             samples: those given to ``excluded``, without those that it excluded.
@@ -80,7 +98,11 @@ class Schedule(Protocol):
     """A number that depends only on the step. Built as ``factory(options)``; holds no state."""
 
     def value(self, step: int) -> float:
-        """Of a step, from 1."""
+        """Of a step, from 1.
+
+        Called: when a step needs the setting; in the driver, and for options in a worker of the policy; any number of
+        times per step.
+        """
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,4 +121,7 @@ class StepPolicy(Stateful, Protocol):
     """Reacts to the metrics of each step. Built as ``factory(options)``."""
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> Decision | None:
-        """Called once per step, when its metrics are complete. None means no reaction."""
+        """Called once per step, when its metrics are complete. None means no reaction.
+
+        Called: when a step's metrics are complete; in the driver; once per step.
+        """

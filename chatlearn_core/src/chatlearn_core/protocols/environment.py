@@ -245,13 +245,21 @@ class Environment(Protocol):
     """
 
     def setup(self) -> None:
-        """Load what the environment needs. Called once, before any rollout, in the process that hosts it."""
+        """Load what the environment needs. Called once, before any rollout, in the process that hosts it.
+
+        Called: before any rollout; in each worker of the environment; once.
+        """
 
     async def rollout(self, prompt: Prompt, context: RolloutContext) -> Rollout:
         """Make one rollout: let the policy sample, respond, and repeat; return ``context.finished(...)``.
 
         An exception excludes the rollout; it is counted, and the run continues.
+
+        Called: for each rollout; on an event loop of its own in each worker of the environment; once per rollout.
         """
 
     def close(self) -> None:
-        """Release everything. Safe to call twice."""
+        """Release everything. Safe to call twice.
+
+        Called: last; in each worker of the environment; once or twice.
+        """

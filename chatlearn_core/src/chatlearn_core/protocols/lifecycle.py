@@ -71,6 +71,8 @@ class Lifecycle(Protocol):
     def setup(self) -> None:
         """Load the model or start the engine. Called once, in the process that hosts the backend.
 
+        Called: before all other calls; in the process that hosts the backend; once.
+
         Raises:
             ModelError: the model directory cannot be used.
             BackendError: the engine does not start; quotes the engine's own message.
@@ -81,20 +83,33 @@ class Lifecycle(Protocol):
 
         A runtime calls this when a call failed or did not return, and quotes the result in its error. It may be called
         from any thread, while another call runs or hangs, and must return at once.
+
+        Called: when a call failed or did not return; in any thread of the process that hosts the backend; once per
+        failure.
         """
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
         """Move these parts out of device memory. Parts that this backend does not hold, or that are already offloaded,
         are ignored. When it returns, the memory is free for other processes. A trainer's calls that need an offloaded
         part raise a ``BackendError`` that names it.
+
+        Called: before another role gets the devices that they share; in the process that hosts the backend; once or
+        more per step of a run with shared devices.
         """
 
     def onload(self, parts: Collection[MemoryPart]) -> None:
         """Move offloaded parts back to the device. Values are unchanged, except for a KV cache, which comes back
-        empty."""
+        empty.
+
+        Called: before a call that needs the parts; in the process that hosts the backend; as often as ``offload``,
+        which may have named other parts.
+        """
 
     def close(self) -> None:
-        """Release everything: processes, shared memory, ports, files. Safe to call twice."""
+        """Release everything: processes, shared memory, ports, files. Safe to call twice.
+
+        Called: last, also after a failed ``setup``; in the process that hosts the backend; once or twice.
+        """
 
 
 Factory = Callable[..., Any]

@@ -32,14 +32,27 @@ class Loss(Protocol):
 
     @property
     def needs(self) -> OutputRequest:
-        """The outputs that the loss reads; checked against those that the trainer provides before anything starts."""
+        """The outputs that the loss reads; checked against those that the trainer provides before anything starts.
+
+        Called: before the run, and by trainers; in the driver and each rank's process; any number of times.
+        """
 
     @property
     def unit(self) -> Unit:
-        """The kind of unit that is never split over micro-batches or ranks."""
+        """The kind of unit that is never split over micro-batches or ranks.
+
+        Called: before the run, and when batches are split; in the driver and each rank's process; any number of
+        times.
+        """
 
     def prepare(self, batch: TrainBatch) -> TrainBatch:
-        """Add data that depends on the whole mini-batch: ``token_data["loss_weight"]`` and detached statistics."""
+        """Add data that depends on the whole mini-batch: ``token_data["loss_weight"]`` and detached statistics.
+
+        Called: before a mini-batch is split; in the driver; once per mini-batch.
+        """
 
     def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
-        """The loss of one micro-batch. An empty batch gives a zero connected to the outputs' graph, if there is one."""
+        """The loss of one micro-batch. An empty batch gives a zero connected to the outputs' graph, if there is one.
+
+        Called: for each micro-batch; in each rank's process; once per micro-batch.
+        """

@@ -40,4 +40,6 @@ class MeasuresMemory(Protocol):
     def live_bytes(self, part: MemoryPart) -> int:
         """Bytes that a part occupies on the device now, summed over the storages that hold it rather than inferred from
         a flag: 0 for an offloaded part and for a part that the backend does not hold.
+
+        Called: after each move; in the process that hosts the backend; once per part that was moved.
         """

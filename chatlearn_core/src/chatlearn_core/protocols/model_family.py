@@ -32,12 +32,17 @@ class ModelFamily(Protocol):
         """The type that the model's configuration names, also one that this family cannot read: the family that reads
         model directories in general is asked, to find the one that declares the type.
 
+        Called: when a configuration is validated; in the driver; once per model.
+
         Raises:
             ModelError: no readable model configuration there.
         """
 
     def load_tokenizer(self, source: ModelSource) -> Any:
         """Load a tokenizer with the interface of ``data.Tokenizer``; Hugging Face tokenizers have it.
+
+        Called: when the data are read, or a role asks for it; in the driver, and each worker of a reward or
+        environment; once per process.
 
         Raises:
             ModelError: there is no tokenizer, or it does not belong to the model; names both.
@@ -55,6 +60,9 @@ class ModelFamily(Protocol):
         """A renderer that turns conversations into tokens for the family's models. For tokenizers with a chat template,
         ``chatlearn_chat.ChatTemplateRenderer`` is one.
 
+        Called: when the data are read, or a role asks for it; in the driver, and each worker of a reward; once per
+        process.
+
         Args:
             tokenizer: from ``load_tokenizer``.
             apply_chat_template: whether to apply the tokenizer's chat template, if it has one, to prompts.
@@ -67,4 +75,7 @@ class ModelFamily(Protocol):
         """
 
     def facts(self, source: ModelSource) -> ModelFacts:
-        """Raises ModelError if the directory has no readable model configuration."""
+        """Raises ModelError if the directory has no readable model configuration.
+
+        Called: when a configuration is validated; in the driver; once per model.
+        """

@@ -50,19 +50,31 @@ class PromptRenderer(Protocol):
     """Renders prompts the same way throughout a run. Made by ``ModelFamily.renderer``."""
 
     @property
-    def control_tokens(self) -> ControlTokenPolicy: ...
+    def control_tokens(self) -> ControlTokenPolicy:
+        """The policy that it was made with.
+
+        Called: when rows are read; in the driver; any number of times.
+        """
 
     @property
     def end_of_turn_id(self) -> int | None:
         """Id of the token with which the chat template ends the assistant's turn; None if there is no template or no
         such token.
+
+        Called: when a run is assembled; in the driver; once.
         """
 
     def spelled_control_tokens(self, *texts: Any) -> tuple[str, ...]:
-        """The control tokens spelled out in prompts and completions, each listed once."""
+        """The control tokens spelled out in prompts and completions, each listed once.
+
+        Called: for each row; in the driver; once per row.
+        """
 
     def prompt(self, prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> RenderedPrompt:
         """Render one prompt; the template offers it the tools.
+
+        Called: for each row, and each question to a judge; in the driver, and each worker of a reward; once per row
+        or question.
 
         Raises:
             TooLongError: the prompt is certainly longer than the run accepts.
@@ -78,6 +90,8 @@ class PromptRenderer(Protocol):
         imitates_prompt: bool = False,
     ) -> RenderedDemonstration:
         """Render a prompt and a completion to imitate.
+
+        Called: for each row with completions; in the driver; once per completion.
 
         Args:
             completion: a text, or messages whose assistant turns are imitated except those with ``weight: 0``.

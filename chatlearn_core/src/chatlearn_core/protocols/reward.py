@@ -21,6 +21,9 @@ class Reward(Lifecycle, Protocol):
         A sample that cannot be scored gets a result with ``error``; it is counted and excluded. The caller catches
         exceptions, NaN and a wrong number of results, and marks every sample of the call the same way.
 
+        Called: when samples are finished (unit ``sample``) or their group is (unit ``group``); on an event loop of
+        each worker of the reward; once per batch of samples.
+
         Raises:
             RoleLostError: no sample can be scored, whatever it contains (a server refuses the key, say). It ends the
                 run; every other exception only excludes samples.

@@ -23,23 +23,37 @@ class RoleHandle(Protocol):
 
     @property
     def role(self) -> str:
-        """Name of the role."""
+        """Name of the role.
+
+        Called: by a reward or environment, whenever it likes; in its worker; any number of times.
+        """
 
     @property
     def kind(self) -> str:
-        """``generator`` or ``trainer``."""
+        """``generator`` or ``trainer``.
+
+        Called: by a reward or environment, whenever it likes; in its worker; any number of times.
+        """
 
     @property
     def model_path(self) -> str:
-        """Directory or hub id of its model."""
+        """Directory or hub id of its model.
+
+        Called: by a reward or environment, whenever it likes; in its worker; any number of times.
+        """
 
     @property
     def weights_change(self) -> bool:
-        """Whether its weights change in the course of the run, so that the same request may be answered otherwise."""
+        """Whether its weights change in the course of the run, so that the same request may be answered otherwise.
+
+        Called: by a reward or environment, whenever it likes; in its worker; any number of times.
+        """
 
     @property
     def tokenizer(self) -> Any:
         """Of its model; loaded when it is read first.
+
+        Called: by a reward or environment, whenever it likes; in its worker; any number of times.
 
         Raises:
             ModelError: no tokenizer there.
@@ -47,16 +61,24 @@ class RoleHandle(Protocol):
 
     @property
     def renderer(self) -> PromptRenderer:
-        """Renders conversations with its model's chat template, without a system prompt of its own."""
+        """Renders conversations with its model's chat template, without a system prompt of its own.
+
+        Called: by a reward or environment, whenever it likes; in its worker; any number of times.
+        """
 
     @property
     def max_length(self) -> int:
-        """Longest sequence that its model takes, tokens."""
+        """Longest sequence that its model takes, tokens.
+
+        Called: by a reward or environment, whenever it likes; in its worker; any number of times.
+        """
 
     async def generate(
         self, token_ids: TokenIds, sampling: SamplingParams, *, request_id: str, group_id: str = ""
     ) -> Completion:
         """Sample after these tokens; of a generator.
+
+        Called: by a reward or environment, whenever it likes; in its worker; any number of times.
 
         Args:
             token_ids: [P] ids of its own tokenizer.
@@ -82,7 +104,12 @@ class RoleHandle(Protocol):
     ) -> Floats:
         """[C] logprobs of ``continuation_ids`` [C] after ``token_ids`` [P]; of a generator that scores
         (``RoleUse.scores``). Raises as ``generate`` does.
+
+        Called: by a reward or environment, whenever it likes; in its worker; any number of times.
         """
 
     async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
-        """Outputs without gradient, one number a sequence; of a trainer. Raises as ``generate`` does."""
+        """Outputs without gradient, one number a sequence; of a trainer. Raises as ``generate`` does.
+
+        Called: by a reward or environment, whenever it likes; in its worker; any number of times.
+        """

@@ -60,7 +60,11 @@ class RoleGroup(Protocol):
     """All workers of one role."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The role's name in the configuration.
+
+        Called: after ``start``; in the driver; any number of times.
+        """
 
 
 class ModelGroup(RoleGroup, Protocol):
@@ -69,13 +73,19 @@ class ModelGroup(RoleGroup, Protocol):
     async def offload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
         """Move parts out of device memory on every worker.
 
+        Called: before another role gets the devices that they share; in the driver; once or more per step of a run
+        with shared devices.
+
         Returns:
             the memory in use afterwards, one event per worker and part. A dead generator replica moves nothing and is
             left out; once rebuilt, it holds only the parts that the others hold.
         """
 
     async def onload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
-        """Move parts back to the device on every worker; returns events as ``offload`` does."""
+        """Move parts back to the device on every worker; returns events as ``offload`` does.
+
+        Called: before a call that needs the parts; in the driver; once or more per step of a run with shared devices.
+        """
 
 
 @runtime_checkable
@@ -83,12 +93,22 @@ class TrainerGroup(ModelGroup, Protocol):
     """All ranks of a trainer role: batches are split over data-parallel ranks, results are in batch order."""
 
     async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
-        """Outputs in batch order; per-token outputs may be ``TensorRef``."""
+        """Outputs in batch order; per-token outputs may be ``TensorRef``.
 
-    async def update(self, batch: TrainBatch, loss: Loss) -> Metrics: ...
+        Called: for each call that a flow makes on the role; in the driver; once per call and step, more in
+        evaluations.
+        """
+
+    async def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
+        """See ``Trainer.update``; the ranks' metrics are merged.
+
+        Called: for each mini-batch; in the driver; ``epochs * mini_batches`` times per step.
+        """
 
     async def derive(self, batch: TrainBatch, function: Derive, split: Split = "group") -> Derived:
         """Compute new data for a batch in a worker, which has its arrays or fetches them.
+
+        Called: for advantages, measurements and evaluations; in the driver; once or more per step.
 
         Args:
             batch: may contain references.
@@ -103,14 +123,28 @@ class TrainerGroup(ModelGroup, Protocol):
         """
 
     async def save(self, directory: Path) -> Mapping[str, FileFacts]:
-        """Write a resumable checkpoint; returns the facts of the files written by all ranks."""
+        """Write a resumable checkpoint; returns the facts of the files written by all ranks.
 
-    async def load(self, directory: Path) -> None: ...
+        Called: for each checkpoint; in the driver; once per checkpoint.
+        """
+
+    async def load(self, directory: Path) -> None:
+        """See ``Trainer.load``.
+
+        Called: when a run resumes or returns to its last checkpoint; in the driver; once each time.
+        """
 
     async def load_model(self, directory: Path, *, decay: float = 0.0) -> None:
-        """See ``Trainer.load_model``; the optimizer state is reset."""
+        """See ``Trainer.load_model``; the optimizer state is reset.
 
-    async def export_model(self, directory: Path) -> None: ...
+        Called: when the role is refreshed from a model directory; in the driver; once each time.
+        """
+
+    async def export_model(self, directory: Path) -> None:
+        """See ``Trainer.export_model``.
+
+        Called: when training ends, and for a refresh by a model directory; in the driver; once each time.
+        """
 
 
 @runtime_checkable
@@ -118,10 +152,16 @@ class BackgroundSavingGroup(Protocol):
     """A trainer role whose checkpoint may be written while it works on; see ``BackgroundSavingTrainer``."""
 
     async def begin_save(self, directory: Path) -> bool:
-        """Copy the state and begin to write it; False: this trainer cannot, and nothing has begun."""
+        """Copy the state and begin to write it; False: this trainer cannot, and nothing has begun.
+
+        Called: for each checkpoint, with ``checkpoint.background``; in the driver; once per checkpoint.
+        """
 
     async def finish_save(self) -> Mapping[str, FileFacts]:
-        """Wait until the files are written; returns their facts."""
+        """Wait until the files are written; returns their facts.
+
+        Called: after ``begin_save``; in the driver; once per checkpoint.
+        """
 
 
 @runtime_checkable
@@ -130,19 +170,28 @@ class GeneratorFleet(ModelGroup, Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Oldest version among the serving replicas."""
+        """Oldest version among the serving replicas.
+
+        Called: for metrics and admission; in the driver; any number of times.
+        """
 
     at_sync: AtSync
     """What becomes of the open requests of a replica before it loads weights in a sync: ``abort`` ends them with the
     tokens so far, ``pause`` pauses the replica until it has loaded. By default ``none``: nothing."""
 
     @property
-    def num_replicas(self) -> int: ...
+    def num_replicas(self) -> int:
+        """Number of replicas, dead ones included.
+
+        Called: when requests are routed; in the driver; any number of times.
+        """
 
     @property
     def accepting(self) -> frozenset[int]:
         """Replicas that accept requests: those that are neither loading weights nor being rebuilt. Returns the same
         object until the set changes.
+
+        Called: when requests are routed; in the driver; any number of times.
         """
 
     async def generate(
@@ -152,6 +201,8 @@ class GeneratorFleet(ModelGroup, Protocol):
 
         The request goes to ``replica``, or by default to a replica chosen from its group id alone. If that replica does
         not accept requests, it goes to another that does; if none does, it waits until one does.
+
+        Called: for each completion; in the driver; once per sample or turn, and again for each resumption and retry.
 
         Args:
             request: the request.
@@ -166,28 +217,47 @@ class GeneratorFleet(ModelGroup, Protocol):
             BackendError: the request failed although its replica is alive.
         """
 
-    async def abort(self, request_ids: Collection[str] | None = None) -> None: ...
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """See ``Generator.abort``; reaches every replica.
+
+        Called: when a step has enough samples, a limit is over or the run ends; in the driver; any number of times.
+        """
 
     async def pause(self) -> None:
-        """Stop sampling on every replica; requests of a replica that dies meanwhile also wait for ``resume``."""
+        """Stop sampling on every replica; requests of a replica that dies meanwhile also wait for ``resume``.
+
+        Called: before weights change or memory is offloaded; in the driver; once or more per step.
+        """
 
     async def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Go on after ``pause``.
+
+        Called: after ``pause``; in the driver; as often as ``pause``.
+        """
 
     async def hold_rebuilds(self) -> None:
         """Updates begin to change the trainer's weights: until ``release_rebuilds`` or the next sync, a rebuilt replica
         gets them under no version. Requests that find no other replica wait meanwhile.
+
+        Called: before a step's updates; in the driver; once per step that trains.
         """
 
     async def release_rebuilds(self, policy_version: int) -> None:
-        """The updates ended: the trainer's weights are those of this version, which the next sync brings."""
+        """The updates ended: the trainer's weights are those of this version, which the next sync brings.
+
+        Called: after a step's updates, before their sync; in the driver; once per step that trains.
+        """
 
 
 @runtime_checkable
 class RewardGroup(RoleGroup, Protocol):
     """All workers of a reward role; the group already combines and routes rewards."""
 
-    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]: ...
+    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        """See ``Reward.score``; the results of several rewards are combined.
+
+        Called: when samples or groups are finished; in the driver; once per batch of samples.
+        """
 
 
 @runtime_checkable
@@ -196,6 +266,8 @@ class EnvironmentGroup(RoleGroup, Protocol):
 
     async def rollout(self, order: RolloutOrder, generate: GenerateFor) -> Rollout:
         """Make one rollout.
+
+        Called: for each rollout; in the driver; once per rollout.
 
         Args:
             order: the rollout to make.
@@ -217,7 +289,10 @@ class Runtime(Protocol):
 
     @property
     def data(self) -> DataStore:
-        """The store that fetches the values behind references in completions, outputs and derived data."""
+        """The store that fetches the values behind references in completions, outputs and derived data.
+
+        Called: when values behind references are needed; in the driver; any number of times.
+        """
 
     lend_weights: LendWeights
     """Set by the executor before ``start``; entered around every weight transfer outside ``sync_weights``, such as to a
@@ -231,6 +306,8 @@ class Runtime(Protocol):
     async def start(self, role_is_up: RoleIsUp | None = None) -> None:
         """Build and set up all roles.
 
+        Called: before any other work; in the driver; once.
+
         Args:
             role_is_up: awaited with the name of each trainer and generator role once it is set up. If given, roles that
                 share a device start one after the other, so that one can be offloaded before the next starts.
@@ -239,17 +316,35 @@ class Runtime(Protocol):
             ChatLearnError: a role failed to start; the others are closed.
         """
 
-    def trainer(self, role: str) -> TrainerGroup: ...
+    def trainer(self, role: str) -> TrainerGroup:
+        """The group of a trainer role.
 
-    def generator(self, role: str) -> GeneratorFleet: ...
+        Called: after ``start``; in the driver; any number of times.
+        """
 
-    def reward(self, role: str) -> RewardGroup: ...
+    def generator(self, role: str) -> GeneratorFleet:
+        """The fleet of a generator role.
+
+        Called: after ``start``; in the driver; any number of times.
+        """
+
+    def reward(self, role: str) -> RewardGroup:
+        """The group of a reward role.
+
+        Called: after ``start``; in the driver; any number of times.
+        """
 
     def environment(self, role: str) -> EnvironmentGroup:
-        """Raises ConfigError if the runtime cannot host environments."""
+        """Raises ConfigError if the runtime cannot host environments.
+
+        Called: after ``start``; in the driver; any number of times.
+        """
 
     async def sync_weights(self, trainer: str, generator: str, policy_version: int) -> list[SyncReceipt]:
         """Load the trainer's weights into every replica as ``policy_version``.
+
+        Called: at the start, after each step that trained and after a return to a checkpoint; in the driver; once per
+        route each time.
 
         Raises:
             WeightSyncError: no replica serves the new version.
@@ -258,20 +353,30 @@ class Runtime(Protocol):
     async def recover(self, lost: TrainerLostError) -> None:
         """Rebuild the trainer roles that lost a rank, as ``start`` built them; the caller then loads their state.
 
+        Called: when a trainer lost a rank; in the driver; once per loss.
+
         Raises:
             TrainerLostError: ``lost`` itself, if no restart is allowed or none is left.
         """
 
     def devices(self) -> Mapping[str, frozenset[Device]]:
-        """Devices of each trainer and generator role: planned before ``start``, actual afterwards."""
+        """Devices of each trainer and generator role: planned before ``start``, actual afterwards.
+
+        Called: before and after ``start``; in the driver; any number of times.
+        """
 
     def describe(self) -> Mapping[str, Any]:
         """The placement of workers, for the log and ``--dry-run``: planned before ``start``, actual afterwards. Maps
         each role to a mapping, in which ``places`` has one line per worker if workers are separate processes.
+
+        Called: before and after ``start``, and for ``--dry-run``; in the driver; any number of times.
         """
 
     async def close(self) -> None:
-        """Close all roles. Safe to call twice."""
+        """Close all roles. Safe to call twice.
+
+        Called: last, also after a failed ``start``; in the driver; once or twice.
+        """
 
 
 @runtime_checkable
@@ -280,6 +385,8 @@ class RefreshingRuntime(Runtime, Protocol):
 
     async def refresh_weights(self, trainer: str, follower: str, step: int) -> bool:
         """Bring a trainer's weights to the trainer role that follows it, over their route.
+
+        Called: after the steps that ``roles.<role>.refresh`` names; in the driver; once per follower each time.
 
         Args:
             trainer: the role that sends.

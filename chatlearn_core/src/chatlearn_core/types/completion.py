@@ -61,8 +61,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end the completion; the matched text stays in its tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the completion, in addition to the tokenizer's end-of-sequence token."""
+    """Token ids that end the completion, also under ``ignore_eos``. See ``docs/writing-a-plugin.md``."""
     ignore_eos: bool = False
+    """Whether the model's end-of-sequence tokens are ordinary ones."""
     seed: int = 0
     """Keys this request's random numbers: the draw of completion token t depends on (seed, t) alone."""
     max_kept_ids: int = 0

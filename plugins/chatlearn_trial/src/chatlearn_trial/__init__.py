@@ -7,6 +7,7 @@ from chatlearn_trial.files import files_of
 from chatlearn_trial.memory import Memory
 from chatlearn_trial.outcome import Outcome
 from chatlearn_trial.plain_values import packed, unpacked
+from chatlearn_trial.remembered import key_of, outcomes
 from chatlearn_trial.settings import cache_file, seconds
 from chatlearn_trial.trial import Task, try_apart
 
@@ -16,6 +17,8 @@ __all__ = [
     "Task",
     "cache_file",
     "files_of",
+    "key_of",
+    "outcomes",
     "packed",
     "seconds",
     "try_apart",

@@ -11,6 +11,7 @@ import numpy as np
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ConfigError
 from chatlearn_core.protocols import MemoryPart, OnTokens, RoleContext
 from chatlearn_core.types import Completion, FinishReason, GenerateRequest, ReplicaState, VersionSpan
+from chatlearn_generator_kit import manifest_of
 
 from acme_plugin.model import (
     END_OF_SEQUENCE,
@@ -18,7 +19,6 @@ from acme_plugin.model import (
     UNIGRAM,
     Weights,
     decode,
-    manifest_of,
     read_weights,
 )
 from acme_plugin.options import AcmeOptions
@@ -215,7 +215,10 @@ class AcmeGenerator:
         return rollout
 
     def _check(self, request: GenerateRequest) -> None:
-        """Raise BackendError, naming the request, unless it can be served."""
+        """Raise BackendError, naming the request, unless it can be served.
+
+        What follows the state and the parts, ``chatlearn_generator_kit.check_request`` checks for any model in one call.
+        """
         where = f"{self.name}, request {request.id!r}"
         if self._state != "serving" and not (self._state == "loading" and self._paused):
             raise BackendError(f"{where}: the replica is {self._state}: {self._problem}")

@@ -6,11 +6,9 @@ after token t are row t of the first plus the second. Put your engine in its pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from chatlearn_core.exceptions import ModelError
-from chatlearn_core.types import TensorSpec, WeightManifest
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -39,16 +37,6 @@ def read_weights(directory: Path) -> Weights:
     if weights.keys() != {TRANSITION, UNIGRAM}:
         raise ModelError(f"{file} holds {', '.join(sorted(weights))}; a bigram model has {TRANSITION} and {UNIGRAM}")
     return weights
-
-
-def manifest_of(weights: Mapping[str, Tensor]) -> WeightManifest:
-    """Names, shapes and dtypes."""
-    return WeightManifest(
-        {
-            name: TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in weights.items()
-        }
-    )
 
 
 def decode(token_ids: list[int]) -> str:
