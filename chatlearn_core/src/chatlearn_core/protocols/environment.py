@@ -253,7 +253,9 @@ class Environment(Protocol):
     async def rollout(self, prompt: Prompt, context: RolloutContext) -> Rollout:
         """Make one rollout: let the policy sample, respond, and repeat; return ``context.finished(...)``.
 
-        An exception excludes the rollout; it is counted, and the run continues.
+        An exception excludes the rollout; it is counted, and the run continues. A run that resumes makes unfinished
+        rollouts again and answers the requests that they had made: where the environment depends on the prompt and
+        ``context.order.seed`` alone, it goes on in the middle of a conversation.
 
         Called: for each rollout; on an event loop of its own in each worker of the environment; once per rollout.
         """
