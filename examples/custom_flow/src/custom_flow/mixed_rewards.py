@@ -22,5 +22,6 @@ class MixedRewards(GRPO):
         return [*super().parts(samples, m), m.style.scores(samples)]
 
     def bonus(self, batch: TrainBatch) -> Tensor:
-        """[S] what is added to the rewards."""
-        return self.style_weight * batch.sequence_data["style_scores"]
+        """[S] what is added to the rewards, besides what GRPO adds for long completions."""
+        style, shaping = self.style_weight * batch.sequence_data["style_scores"], super().bonus(batch)
+        return style if shaping is None else style + shaping
