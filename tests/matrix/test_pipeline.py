@@ -205,3 +205,9 @@ def test_megatron_sends_the_parts_of_stages_as_they_are(build: Any, tmp_path: Pa
     """Two stages of two tensor parallel ranks: every transport brings their boxes to the generator."""
     built = build("ray", 4, "megatron", tensor_parallel=2, pipeline_parallel=2)
     check(built, ["shared_memory", "broadcast", "checkpoint"], tmp_path)
+
+
+@pytest.mark.thorough
+def test_zero_3_sends_the_elements_that_each_rank_holds(build: Any, tmp_path: Path) -> None:
+    """Two ranks cut flattened tensors in the middle of rows."""
+    check(build("ray", 2, "deepspeed", zero_stage=3), ["shared_memory", "broadcast", "checkpoint"], tmp_path)
