@@ -38,6 +38,7 @@ from chatlearn_core.types import (
     pack_samples,
     per_sequence,
 )
+from chatlearn_testing.fakes.fleet_completions import FleetCompletions
 from chatlearn_workers.arrays import BatchArrays
 from chatlearn_workers.blocks import StoredBlock, Traffic
 from chatlearn_workers.completions import CompletionPacker
@@ -175,7 +176,7 @@ async def one_step(num_samples: int, replicas: int) -> dict[str, float]:
 
     draws = [ExampleDraw(prompt, 0, prompt.id) for prompt in prompts]
     requests = make_requests(draws, GROUP_SIZE, SamplingParams(max_tokens=COMPLETION_TOKENS), 0)
-    samples = await FlowScheduler(graph, runtime).run(requests, Timers())
+    samples = await FlowScheduler(graph, runtime, FleetCompletions(runtime)).run(requests, Timers())
     lap("rollout")
     batch = pack_samples(samples)
     lap("pack")

@@ -77,8 +77,8 @@ def session_of(index: int, reader: TurnReader, generator: FixedTimeGenerator, lo
     if loop is None:
         return Session(context, reader)
 
-    async def generate(token_ids: Any, sampling: SamplingParams) -> Completion:
-        asked = asyncio.run_coroutine_threadsafe(context.generate(token_ids, sampling=sampling), loop)
+    async def generate(token_ids: Any, sampling: SamplingParams, role: str | None) -> Completion:
+        asked = asyncio.run_coroutine_threadsafe(context.generate(token_ids, sampling=sampling, role=role), loop)
         return await asyncio.wrap_future(asked)
 
     return Session(context, reader, generate)

@@ -4,7 +4,8 @@ Every way takes the same optimizer steps (SFT, packed) on the same sequences and
 with several ranks share this machine's cores or GPUs, so compare them with each other: on two cores, two ranks take as
 long as one at best. ``outside_share`` is the share of a step that the trainer spends outside the library's forward and
 backward passes and its optimizer: packing, moving tensors, the loss, metrics, agreement between ranks. With pipeline
-stages, the backward time includes waiting for the other stages.
+stages, the backward time includes waiting for the other stages. ``mfu`` (GPUs only) is that of ``trainer_steps.py``,
+over the peak of as many GPUs as ranks; ``matmul_share`` the same over the rate of as many large matrix products.
 
     python benchmarks/trainer_layouts.py [--rounds 3] [--sequences 64] [--quick]
 
@@ -24,7 +25,18 @@ from typing import Any
 import torch
 from machine import installed_version, machine_facts
 from trainer_ranks import ONE_RANK, TWO_RANKS, run_ranks
-from trainer_steps import NORM_TOLERANCE, QWEN3_0_6B, TINY, PlainWay, draw_lengths, make_batch, timed
+from trainer_steps import (
+    DENSE_BF16_PEAK,
+    NORM_TOLERANCE,
+    QWEN3_0_6B,
+    TINY,
+    PlainWay,
+    draw_lengths,
+    make_batch,
+    matmul_rate,
+    step_flops,
+    timed,
+)
 
 from chatlearn_algorithms.sft import SFTLoss
 from chatlearn_core.protocols import Trainer
@@ -93,6 +105,10 @@ def main() -> None:
                         outside.setdefault(way.name, []).extend(1.0 - inside / whole for inside, whole in pairs)
                 norms[way.name] = next(rank["grad_norm"] for rank in ranks if rank["grad_norm"] is not None)
                 print(f"round {round_ + 1}: {way.name:24} {seconds[way.name][-1]:8.3f} s", flush=True)
+        flops, rate = step_flops(model, lengths), matmul_rate(device, dtype)
+    ranks_of = {way.name: way.world for way in ways}
+    gpu = torch.cuda.get_device_name() if on_gpu else None
+    peak = next((value for name, value in DENSE_BF16_PEAK.items() if name in (gpu or "")), None)
     results: dict[str, Any] = {}
     reference = norms["plain transformers"]
     for name, values in seconds.items():
@@ -104,6 +120,8 @@ def main() -> None:
             "step_s": round(step_s, 4),
             "spread_s": [round(min(values), 4), round(max(values), 4)],
             "tokens_per_s": round(sum(lengths) / step_s),
+            "mfu": round(flops / step_s / (peak * ranks_of.get(name, 1)), 4) if peak is not None else None,
+            "matmul_share": round(flops / step_s / (rate * ranks_of.get(name, 1)), 4),
             "outside_share": round(statistics.median(outside[name]), 4) if name in outside else None,
             "grad_norm": norms[name],
         }
@@ -115,7 +133,7 @@ def main() -> None:
         "ways": results,
         "rounds": rounds,
         "steps": steps,
-        "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        "gpu": gpu,
         "versions": {name: installed_version(name) for name in ("transformers", "megatron-core", "deepspeed")},
         "machine": machine_facts(),
     }

@@ -30,7 +30,11 @@ class Layout:
     options: Mapping[str, Any]
 
 
-ONE_RANK = (Layout("fsdp, 1 rank", "fsdp", 1, {}), Layout("megatron, 1 rank", "megatron", 1, {}))
+ONE_RANK = (
+    Layout("fsdp, 1 rank", "fsdp", 1, {}),
+    Layout("megatron, 1 rank", "megatron", 1, {}),
+    Layout("deepspeed, 1 rank", "deepspeed", 1, {"zero_stage": 2}),
+)
 TWO_RANKS = (
     Layout("fsdp, 2 ranks", "fsdp", 2, {}),
     Layout("fsdp, Ulysses 2", "fsdp", 2, {"ulysses": 2}),

@@ -63,3 +63,35 @@ def test_killed_at_a_defined_moment(
     if mode == "one_step_off":  # it does not depend on timing
         assert found.model == expected.model
         assert found.rollouts == expected.rollouts
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("moment", [None, "completion:40", "synced:3"])
+def test_the_record_of_a_run_repeats_it_bit_for_bit(
+    moment: str | None, recipe: Any, chatlearn: Any, result_of: Any
+) -> None:
+    """With a real trainer and generator, also if the recorded run was killed and went on."""
+    recipe.content["rollout"] = {**MODES["async"], "options": {"during_sync": "abort"}}
+    recipe.content["algorithm"]["options"]["importance_correction"] = "truncate"
+    recipe.content["sampling"]["max_tokens"] = 32
+    recipe.write()
+    if moment is not None:
+        assert chatlearn("run", recipe.file, PROBE=moment).code == -signal.SIGKILL
+    recorded = chatlearn("run", recipe.file)
+    assert recorded.code == 0, recorded.output
+    apart = recipe.run_dir.with_name("again")
+    replay = f"rollout.options.replay={recipe.run_dir / 'admissions.jsonl'}"
+    again = chatlearn("run", recipe.file, f"output_dir={apart}", replay)
+    assert again.code == 0, again.output
+    assert cuts(apart) == cuts(recipe.run_dir)
+    assert any(0 < tokens < 32 for unfinished in cuts(apart).values() for tokens in unfinished.values())
+    expected, found = result_of(recipe.run_dir), result_of(apart)
+    assert found.rollouts == expected.rollouts
+    assert found.model == expected.model
+    assert found.totals == expected.totals
+
+
+def cuts(run_dir: Path) -> dict[int, dict[str, int]]:
+    """The unfinished completions at each weight sync; of a step that was made again, the last record counts."""
+    lines = [json.loads(line) for line in (run_dir / "admissions.jsonl").read_text().splitlines()]
+    return {line["step"]: line["unfinished"] for line in lines}

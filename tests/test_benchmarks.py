@@ -171,6 +171,8 @@ def test_trainer_layouts() -> None:
     for way in ways.values():
         assert way["tokens_per_s"] > 0
         assert math.isclose(way["grad_norm"], ways["plain transformers"]["grad_norm"], rel_tol=1e-3)
+        assert way["matmul_share"] > 0
+        assert way["mfu"] is None or 0 < way["mfu"] < 1, "there is a figure on a GPU whose peak is known"
     assert all(0.0 <= way["outside_share"] < 1.0 for name, way in ways.items() if name != "plain transformers")
 
 

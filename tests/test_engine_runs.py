@@ -103,7 +103,9 @@ def test_grpo_with_vllm(host: str, sampling: dict[str, Any], tmp_path: Path) -> 
 @pytest.mark.engine
 @pytest.mark.slow
 def test_grpo_with_sglang(tmp_path: Path) -> None:
-    assert_trains(tmp_path, {"backend": "sglang", "options": {"python": sglang_python()}})
+    """With truncated sampling, whose kept ids the engine returns."""
+    sampling = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
+    assert_trains(tmp_path, {"backend": "sglang", "options": {"python": sglang_python()}}, sampling)
 
 
 @pytest.mark.engine

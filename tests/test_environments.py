@@ -116,14 +116,15 @@ import json, os, sys, urllib.request
 
 messages = json.load(sys.stdin)["messages"]
 
-def ask():
-    body = json.dumps({"model": os.environ["CHATLEARN_MODEL"], "messages": messages}).encode()
+def ask(model=os.environ["CHATLEARN_MODEL"]):
+    body = json.dumps({"model": model, "messages": messages}).encode()
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
 
 first = ask()
+ask("judge")  # another generator of the environment
 messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "again"}]
 print(sum(map(str.isalpha, ask())))
 """
@@ -138,7 +139,8 @@ def test_on_ray_a_black_box_agent_makes_the_rollouts_of_the_local_runtime(
     content["train"]["steps"] = 1
     del content["roles"]["reference"], content["algorithm"]["options"]["kl_coef"]
     options = {"command": [sys.executable, "-I", "-c", AGENT], "reward": "agent"}
-    content["roles"]["retry"] |= {"backend": "agent", "options": options}
+    uses = {"policy": "generator", "judge": "generator"}
+    content["roles"]["retry"] |= {"backend": "agent", "options": options, "uses": uses}
     content["runtime"] = {"backend": "local", "options": {"num_threads": 1}}
     whole = tmp_path / "whole"
     finished = chatlearn("run", two_turns.write(), f"output_dir={whole}")
@@ -149,7 +151,7 @@ def test_on_ray_a_black_box_agent_makes_the_rollouts_of_the_local_runtime(
     assert finished.code == 0, finished.output
     [line] = [json.loads(line) for line in (two_turns.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert line["samples/trained"] == 12
-    assert line["environment/requests"] == 2
+    assert (line["environment/requests"], line["environment/other_models"]) == (3, 1)
     assert line["mismatch/prob_diff_mean"] < 1e-4
 
     def sampled(run_dir: Path) -> list[Any]:

@@ -18,7 +18,6 @@ from chatlearn_testing.fork_server import ForkServer
 LENGTHS = [17, 40, 1, 7, 38, 22, 9]
 RANKS_DEADLINE_S = 240.0
 PADDING_ID = 0
-FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "gpt2", "deepseek_v3", "moonlight")
 LATENT: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16,
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_hidden_layers": 4, "first_k_dense_replace": 1,
@@ -35,6 +34,14 @@ LATENT_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "moonlight": LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
 }  # fmt: skip
+WINDOWED: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_hidden_layers": 4, "max_position_embeddings": 512, "sliding_window": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+"""Sizes of a tiny Mistral whose window is shorter than most sequences."""
+OTHER_FAMILIES = {name: ("deepseek_v3", sizes) for name, sizes in LATENT_FAMILIES.items()} | {
+    "mistral": ("mistral", WINDOWED)
+}
 
 
 @pytest.fixture(autouse=True)
@@ -88,11 +95,12 @@ def _model(directory: Path, family: str) -> str:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         return str(directory)
-    if family in LATENT_FAMILIES:
+    if family in OTHER_FAMILIES:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         tokenizer = build_tiny_tokenizer()
-        shape = AutoConfig.for_model("deepseek_v3", vocab_size=len(tokenizer), **LATENT_FAMILIES[family])
+        kind, sizes = OTHER_FAMILIES[family]
+        shape = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **sizes)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)

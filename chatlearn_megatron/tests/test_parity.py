@@ -44,12 +44,41 @@ LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     ],
     "moonlight": [(2, {CP: 2}), (4, {TP: 2, SP: True, EP: 2, "expert_tensor_parallel": 1, PP: 2})],
 }
+THOROUGH: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "qwen3": [
+        (2, {PP: 2, "gradient_checkpointing": True}),
+        (4, {TP: 2}),
+        (4, {CP: 2, PP: 2}),
+        (4, {CP: 2, TP: 2, SP: True}),
+        (4, {TP: 2, SP: True, PP: 2, "virtual_pipeline": 2}),
+    ],
+    "qwen3_moe": [(4, {EP: 2})],
+    "gpt2": [(2, {TP: 2, SP: True})],
+    "mistral": [(2, {TP: 2})],
+}
+"""Further combinations; ranks that no option names are data parallel."""
 CASES = [(family, world, options) for family, layouts in LAYOUTS.items() for world, options in layouts]
 
 
 def _name(case: tuple[str, int, dict[str, Any]]) -> str:
     family, world, options = case
     return f"{family}-{world}-" + "-".join(f"{key}{value}" for key, value in options.items())
+
+
+def _jobs(
+    cases: list[tuple[str, int, dict[str, Any]]],
+    of_heads: dict[str, Any],
+    model_of: Callable[[str], str],
+    exports: Path,
+) -> dict[str, Any]:
+    jobs: dict[str, Any] = {
+        _name(case): {"model": model_of(case[0]), "world": case[1], "options": case[2]} for case in cases
+    }
+    for head in ("value", "reward"):
+        jobs[head] = {"model": model_of("qwen3"), "world": 2, "options": of_heads, "head": head}
+    for name, job in jobs.items():
+        job["export"] = str(exports / name)
+    return jobs
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +88,7 @@ def answers(
     batch: TrainBatch,
     exports: Path,
 ) -> Any:
-    jobs: dict[str, Any] = {
-        _name(case): {"model": model_of(case[0]), "world": case[1], "options": case[2]} for case in CASES
-    }
-    for head in ("value", "reward"):
-        jobs[head] = {"model": model_of("qwen3"), "world": 2, "options": {TP: 2, SP: True}, "head": head}
-    for name, job in jobs.items():
-        job["export"] = str(exports / name)
+    jobs = _jobs(CASES, {TP: 2, SP: True}, model_of, exports)
     # An update with most tokens dropped by full experts.
     jobs["capacity"] = {"model": model_of("qwen3_moe"), "engine": {"moe_expert_capacity_factor": 0.1}}
     return run_jobs(jobs, batch, exports / "jobs")
@@ -189,6 +212,22 @@ def test_heads_equal_plain_transformers(
     head: str, answers: Any, model_of: Callable[[str], str], batch: TrainBatch, exports: Path
 ) -> None:
     check(answers[head], model_of("qwen3"), head, batch, exports / head)
+
+
+@pytest.mark.engine
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_further_layouts_equal_plain_transformers(
+    run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
+) -> None:
+    cases = [(family, world, options) for family, layouts in THOROUGH.items() for world, options in layouts]
+    found = run_jobs(_jobs(cases, {PP: 2}, model_of, tmp_path), batch, tmp_path / "jobs")
+    for name, family, head in [
+        *((_name(case), case[0], "lm") for case in cases),
+        *((head, "qwen3", head) for head in ("value", "reward")),
+    ]:
+        print(name)  # shown beside a failure
+        check(found[name], model_of(family), head, batch, tmp_path / name)
 
 
 @pytest.mark.engine

@@ -33,9 +33,7 @@ PLUGIN = """
         ]
 """
 FAMILY = """
-    from chatlearn_megatron.families import FAMILIES, MegatronFamily
-
-    LLAMA = FAMILIES[0]
+    from chatlearn_megatron.families import LLAMA, MegatronFamily
 
     def arguments(config):
         return LLAMA.arguments(config) | {"add_qkv_bias": config.attention_bias}
@@ -102,6 +100,24 @@ def test_without_the_plugin_the_hook_is_named(model: str) -> None:
     with pytest.raises(ModelError, match=r"type 'seed_oss'; .*hook chatlearn_model_families"):
         trainer.setup()
     trainer.close()
+
+
+def test_a_plugin_takes_precedence_over_the_families_of_the_trainer(fake_environment: Any) -> None:
+    """For llama, which both have; a third claim is ambiguous."""
+    from transformers import AutoConfig
+
+    from chatlearn_megatron.families import LLAMA, family_of
+
+    config = AutoConfig.for_model("llama")
+    assert family_of(config, "model") is LLAMA
+    content = PLUGIN.replace("seed_oss", "llama").replace("LAYOUT", "chatlearn_megatron.families:GPT2")
+    fake_environment.install("acme-llama", content)
+    assert family_of(config, "model").model_types == ("gpt2",)
+    fake_environment.install("other-llama", content.replace('"seed"', '"other"'))
+    with pytest.raises(
+        PluginError, match=r"acme-llama 1.0 and other-llama 1.0 register layouts of models of type 'llama'"
+    ):
+        family_of(config, "model")
 
 
 @pytest.mark.parametrize(

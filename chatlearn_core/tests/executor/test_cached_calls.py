@@ -45,6 +45,7 @@ from chatlearn_core.types import (
     SamplingParams,
     TrainBatch,
 )
+from chatlearn_testing.fakes.fleet_completions import FleetCompletions
 
 SAMPLING = SamplingParams(max_tokens=1, temperature=0.5)
 ASKED = OutputRequest(frozenset({"logprobs"}), 1.0)
@@ -139,7 +140,7 @@ def fill(calls: CachedCalls, runtime: Runtime, samples: list[Sample]) -> None:
 
 def run_reading(calls: CachedCalls, runtime: Any, *numbers: int) -> list[Sample]:
     graph = reading_graph(GRAPH, {"reference"})
-    scheduler = FlowScheduler(graph, runtime, sampling=SAMPLING, cached=calls)
+    scheduler = FlowScheduler(graph, runtime, FleetCompletions(runtime), sampling=SAMPLING, cached=calls)
     draws = [pair(number) for number in numbers]
     requests = make_requests(draws, 1, SAMPLING, 0, kind=Preferences())
     return asyncio.run(scheduler.run(requests, Timers()))
@@ -318,8 +319,9 @@ def test_samples_of_a_generator_cannot_be_kept() -> None:
 
 
 def test_without_a_cache_the_call_is_made(cache: OutputCache) -> None:
-    runtime = Runtime()
+    runtime: Any = Runtime()
     requests = make_requests([pair(1)], 1, SAMPLING, 0, kind=Preferences())
-    [first, _] = asyncio.run(FlowScheduler(GRAPH, runtime, sampling=SAMPLING).run(requests, Timers()))  # type: ignore[arg-type]
+    scheduler = FlowScheduler(GRAPH, runtime, FleetCompletions(runtime), sampling=SAMPLING)
+    [first, _] = asyncio.run(scheduler.run(requests, Timers()))
     assert sorted(runtime.computed) == [("reference", 2), ("trainer", 2)]
     assert first.token_data["reference_logprobs"].tolist() == [0, 0, -10, -11, -12]

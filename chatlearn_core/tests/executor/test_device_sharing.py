@@ -12,7 +12,6 @@ from chatlearn_core.executor.device_sharing import (
     DeviceUse,
     OffloadMode,
     Sharing,
-    describe_sharing,
     find_sharing,
     schedule,
     sync_uses,
@@ -140,22 +139,6 @@ def test_a_kept_kv_cache_is_refused_where_it_is_released() -> None:
     with pytest.raises(ConfigError, match=r"KV cache of roles\.generator, .* released for roles\.trainer on the same"):
         found.check_kept("rollout.partial: keep", ["generator"])
     sharing(trainer={GPU0}, generator={GPU1}).check_kept("rollout.partial: keep", ["generator"])
-
-
-def test_people_are_told_who_takes_turns_and_what_moves() -> None:
-    found = sharing(trainer={GPU0}, generator={GPU0}, reference={GPU1})
-    lines = describe_sharing(found, schedule(found, PLAN, GRAPH, ["trainer"]))
-    assert lines[0] == "generator, trainer take turns on node, GPU 0"
-    assert lines[1].split() == (
-        ["before", "generator.generate", "offload", "trainer", "(weights);", "onload", "generator", "(kv_cache)"]
-    )
-    assert lines[2].split() == ["before", "reference.logprobs", "nothing", "moves"]
-    assert "nothing is moved" in describe_sharing(Sharing(), [])[0]
-
-
-def test_devices_with_the_same_guests_are_told_together() -> None:
-    found = sharing(trainer={GPU0, GPU1}, generator={GPU0, GPU1})
-    assert describe_sharing(found, []) == ["generator, trainer take turns on node, GPU 0 and 1 more, up to node, GPU 1"]
 
 
 def test_a_reward_takes_its_turn_with_the_roles_that_it_calls() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,8 +10,15 @@ import pytest
 
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_core.executor.flow_checks import check_partial_rollouts, check_roles, check_stages
-from chatlearn_core.flow import FlowVocabulary, trace
+from chatlearn_core.executor.flow_checks import (
+    called_by_text,
+    check_partial_rollouts,
+    check_roles,
+    check_scores,
+    check_stages,
+)
+from chatlearn_core.flow import FlowVocabulary, Graph, trace
+from chatlearn_core.plugins.records import FlowMethodSpec, GeneratorSpec
 from chatlearn_core.protocols import Loss
 from chatlearn_core.types import OutputRequest
 
@@ -130,3 +137,38 @@ def test_roles_that_fit() -> None:
 def test_roles_that_do_not_fit_are_named_with_what_to_do(roles: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         check(**roles)
+
+
+def test_a_generator_that_does_not_score_given_tokens_is_refused() -> None:
+    record = GeneratorSpec(name="acme", factory="a:b", options="a:c", channels=frozenset(), kv_after_sync="recomputed")
+    loaded: Any = SimpleNamespace(plugin=lambda *path: SimpleNamespace(record=record))
+    graph = trace(lambda prompts, m: m.generator.score(m.generator.generate(prompts)), {"generator": "generator"})
+    with pytest.raises(ConfigError, match=r"generator\.score .*generator 'acme' \(role 'generator'\) does not give"):
+        check_scores(loaded, graph)
+    record = replace(record, scores=True)
+    check_scores(loaded, graph)
+
+
+def test_a_role_that_is_given_text_alone_may_have_its_own_tokenizer() -> None:
+    arguments = "chatlearn_core.flow.arguments:NoArguments"
+    by_text = FlowMethodSpec(name="trainer.read", arguments=arguments, adds=("{name}_read",), by_text=True)
+    known = FlowVocabulary.builtin()
+    known = replace(known, methods={**known.methods, by_text.name: by_text})
+    kinds = {"generator": "generator", "teacher": "trainer", "policy": "trainer"}
+    roles = {name: SimpleNamespace(kind=kind) for name, kind in kinds.items()}
+    loaded: Any = SimpleNamespace(config=SimpleNamespace(roles=roles))
+
+    def graph(flow: Any) -> Graph:
+        return trace(flow, kinds, vocabulary=known)
+
+    def reads(prompts: Any, m: Any) -> Any:
+        samples = m.generator.generate(prompts)
+        return m.join(samples, m.teacher.read(samples), m.policy.logprobs(samples))
+
+    def also_computes(prompts: Any, m: Any) -> Any:
+        samples = m.generator.generate(prompts)
+        return m.join(samples, m.teacher.read(samples), m.teacher.logprobs(samples))
+
+    assert called_by_text(loaded, [graph(reads)], ["policy"]) == {"teacher"}
+    assert called_by_text(loaded, [graph(reads), graph(also_computes)], ["policy"]) == set()
+    assert called_by_text(loaded, [graph(reads)], ["policy", "teacher"]) == set()

@@ -430,11 +430,14 @@ async def test_an_observer_that_cannot_write_its_page_hides_no_error(
     assert {"python", "torch"} <= set(summary["versions"])
 
 
-async def test_a_role_that_does_not_start_leaves_a_page(training: Training) -> None:
+@pytest.mark.parametrize("kind", ["trainer", "generator", "reward", "environment"])
+async def test_a_role_that_does_not_start_leaves_a_page(kind: str, training: Training) -> None:
     trained = training("a")
 
     async def start(role_is_up: Any = None) -> None:
-        raise BackendError("role 'trainer': no device").at(WorkerPlace("trainer", "rank 0 of 1", "setup"))
+        roles: dict[str, Any] = trained.run.assembly.config.roles
+        roles["other"] = SimpleNamespace(kind=kind)
+        raise BackendError("role 'other': no device").at(WorkerPlace("other", "worker 0", "setup"))
 
     trained.runtime.start = start  # type: ignore[method-assign]  # a machine without the device
     with pytest.raises(BackendError):

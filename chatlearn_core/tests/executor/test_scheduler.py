@@ -40,6 +40,7 @@ from chatlearn_core.types import (
     SamplingParams,
     TrainBatch,
 )
+from chatlearn_testing.fakes.fleet_completions import FleetCompletions
 
 ROLES = {"generator": "generator", "reward": "reward", "judge": "reward", "trainer": "trainer", "reference": "trainer"}
 
@@ -143,7 +144,9 @@ def ids_of(requests: list[RolloutRequest]) -> list[str]:
 
 
 def scheduler_for(flow: Any, runtime: ScriptedRuntime, **settings: Any) -> FlowScheduler:
-    return FlowScheduler(trace(flow, ROLES), runtime, **settings)  # type: ignore[arg-type]  # the part that is used
+    hosted: Any = runtime  # the part that is used
+    front = settings.pop("front", None) or FleetCompletions(hosted)
+    return FlowScheduler(trace(flow, ROLES), hosted, front, **settings)
 
 
 async def test_all_requests_are_submitted_in_order_before_any_finishes() -> None:
@@ -458,7 +461,7 @@ async def test_sequence_outputs_go_to_the_sample() -> None:
 
     runtime, requests = Scoring(), make_requests()
     graph = trace(scored, ROLES | {"reward_model": "trainer"})
-    run = asyncio.create_task(FlowScheduler(graph, runtime).run(requests, Timers()))  # type: ignore[arg-type]  # as above
+    run = asyncio.create_task(FlowScheduler(graph, runtime, FleetCompletions(runtime)).run(requests, Timers()))  # type: ignore[arg-type]  # as above
     await runtime.finish(*ids_of(requests))
     assert [sample.sequence_data["reward_model_scores"] for sample in await run] == [0.0, 0.5, 1.0, 1.5]
 

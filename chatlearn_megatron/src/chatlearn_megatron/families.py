@@ -17,6 +17,7 @@ from chatlearn_megatron.pieces import Part, Place
 
 TRAINER = "megatron"
 """Name under which plugins register layouts for this trainer."""
+DISTRIBUTION = "chatlearn-megatron"
 
 
 @dataclass(slots=True, frozen=True)
@@ -265,16 +266,16 @@ def _gpt2_places(config: Any) -> dict[str, Place]:
     return places
 
 
-FAMILIES: tuple[MegatronFamily, ...] = (
-    MegatronFamily(("llama", "mistral", "qwen2", "qwen3"), _llama_arguments, _llama_places),
-    MegatronFamily(("qwen3_moe",), _qwen3_moe_arguments, _qwen3_moe_places),
-    MegatronFamily(("deepseek_v3",), _deepseek_v3_arguments, _deepseek_v3_places),
-    MegatronFamily(("gpt2",), _gpt2_arguments, _gpt2_places, rotary=False),
-)
+LLAMA = MegatronFamily(("llama", "mistral", "qwen2", "qwen3"), _llama_arguments, _llama_places)
+QWEN3_MOE = MegatronFamily(("qwen3_moe",), _qwen3_moe_arguments, _qwen3_moe_places)
+DEEPSEEK_V3 = MegatronFamily(("deepseek_v3",), _deepseek_v3_arguments, _deepseek_v3_places)
+GPT2 = MegatronFamily(("gpt2",), _gpt2_arguments, _gpt2_places, rotary=False)
 
 
 def family_of(config: Any, path: str) -> MegatronFamily:
-    """Return the family of a transformers configuration: one of ``FAMILIES``, or one that a plugin registers.
+    """Return the family that a plugin registers for a transformers configuration (``ModelFamilySpec.layouts``).
+
+    Another distribution's family takes precedence over one of this package, for the same type.
 
     Args:
         config: the configuration.
@@ -282,19 +283,21 @@ def family_of(config: Any, path: str) -> MegatronFamily:
 
     Raises:
         ModelError: none has this model type.
-        PluginError: what a plugin registers for it is no ``MegatronFamily``.
+        PluginError: two other distributions have one, or what is registered is no ``MegatronFamily``.
     """
-    for family in FAMILIES:
-        if config.model_type in family.model_types:
-            return family
     registry = discover_plugins()
     records = [record for record in registry.records("model_family") if isinstance(record, ModelFamilySpec)]
     records = [record for record in records if TRAINER in record.layouts]
-    for record in records:
-        if config.model_type in record.model_types:
-            return _registered(record.layouts[TRAINER], registry.origin(record))
-    supported = {name for family in FAMILIES for name in family.model_types}
-    supported |= {name for record in records for name in record.model_types}
+    claims = [record for record in records if config.model_type in record.model_types]
+    others = [record for record in claims if not registry.origin(record).startswith(f"{DISTRIBUTION} ")]
+    if len(others) > 1:
+        raise PluginError(
+            f"{' and '.join(sorted(map(registry.origin, others)))} register layouts of models of type"
+            f" {config.model_type!r} for the trainer 'megatron'; disable all but one (CHATLEARN_DISABLE_PLUGINS)"
+        )
+    for record in (*others, *claims):
+        return _registered(record.layouts[TRAINER], registry.origin(record))
+    supported = {name for record in records for name in record.model_types}
     raise ModelError(
         f"{path} is a model of type {config.model_type!r}; the trainer 'megatron' has {', '.join(sorted(supported))}."
         " Use backend: fsdp, which trains every causal model of transformers, or a plugin that registers the type with"

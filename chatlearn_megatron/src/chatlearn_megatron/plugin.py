@@ -1,11 +1,11 @@
-"""Registers the trainer ``megatron``. Imports no engine."""
+"""Registers the trainer ``megatron``, and where the parameters of models lie in it. Imports no engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from chatlearn_core.plugins import hookimpl
-from chatlearn_core.plugins.records import TrainerSpec
+from chatlearn_core.plugins.records import ModelFamilySpec, TrainerSpec
 
 
 @hookimpl
@@ -58,4 +58,26 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
                 "num_threads",
             ),
         )
+    ]
+
+
+@hookimpl
+def chatlearn_model_families() -> Iterable[ModelFamilySpec]:
+    """Register the layouts of the architectures that Megatron-Core computes; model directories are read as all are."""
+    types = {
+        "LLAMA": ("llama", "mistral", "qwen2", "qwen3"),
+        "QWEN3_MOE": ("qwen3_moe",),
+        "DEEPSEEK_V3": ("deepseek_v3",),
+        "GPT2": ("gpt2",),
+    }
+    return [
+        ModelFamilySpec(
+            name=f"megatron_{name.lower()}",
+            summary=f"where the parameters of {', '.join(model_types)} lie in Megatron-Core's layers",
+            factory="chatlearn_hf.family:TransformersFamily",
+            options="chatlearn_hf.options:TransformersFamilyOptions",
+            model_types=frozenset(model_types),
+            layouts={"megatron": f"chatlearn_megatron.families:{name}"},
+        )
+        for name, model_types in types.items()
     ]

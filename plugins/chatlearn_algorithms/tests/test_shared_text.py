@@ -40,6 +40,7 @@ from chatlearn_core.types import (
 )
 from chatlearn_hf import plugin as hf_plugin
 from chatlearn_hf.tiny import build_character_tokenizer, build_tiny_model, build_tiny_tokenizer
+from chatlearn_testing.fakes.fleet_completions import FleetCompletions
 
 REGISTRY = load_plugins(
     [
@@ -109,7 +110,7 @@ def taught(sources: dict[str, ModelSource], teacher: str, *samples: Sample, runt
     runtime = runtime or Runtime()
     plan = SimpleNamespace(roles=roles, registry=REGISTRY)
     requests = [RolloutRequest(one.id, ExampleDraw(one.prompt, 0, one.group_id), sample=one) for one in samples]
-    asyncio.run(FlowScheduler(graph, runtime, plan=plan).run(requests, Timers()))  # type: ignore[arg-type]  # what is used
+    asyncio.run(FlowScheduler(graph, runtime, FleetCompletions(runtime), plan=plan).run(requests, Timers()))  # type: ignore[arg-type]  # what is used
     return runtime
 
 

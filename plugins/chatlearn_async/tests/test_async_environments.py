@@ -74,7 +74,7 @@ async def test_only_sampled_tokens_are_trained_on_whatever_weights_sampled_them(
         assert spans[-1].version <= step - 1
         assert spans[0].version >= step - 1 - 2, "max_staleness"
         versions.append((first.version_spans, second.version_spans))
-    assert any(first[-1].version < second[0].version for first, second in versions), "a sync between the turns"
+    assert any(first[0].version < second[-1].version for first, second in versions), "a sync within the rollout"
     assert any(len(spans) > 1 for both in versions for spans in both), "a sync within a turn"
     await completed("sync", {}, *SLOW[1:])
     assert two_turns.trained("async") == two_turns.trained("sync")

@@ -22,6 +22,7 @@ from chatlearn_core.executor.rollouts.saved import load_rollouts, save_rollouts
 from chatlearn_core.executor.run_state import RunState
 from chatlearn_core.executor.scheduler import FlowScheduler
 from chatlearn_core.flow import trace
+from chatlearn_core.plugins.records import EnvironmentSpec
 from chatlearn_core.protocols import GenerateFor, PlainData, RolloutContext, RolloutOrder
 from chatlearn_core.runtime.boundary import Origin
 from chatlearn_core.types import (
@@ -140,9 +141,17 @@ class Run:
         )
         rollouts = Rollouts(runtime, RolloutConfig())
         kinds = {"generator": "generator", "talk": "environment", "reward": "reward"}
+        record = EnvironmentSpec(name="talk", factory="fake:Talk", options="fake:Options")
         role: Any = SimpleNamespace(
-            uses={"policy": "generator"}, timeout_s=60.0, max_turns=None, origin=Origin("fake", "role talk")
+            name="talk",
+            kind="environment",
+            backend=SimpleNamespace(record=record),
+            uses={"policy": "generator"},
+            timeout_s=60.0,
+            max_turns=None,
+            origin=Origin("fake", "role talk"),
         )
+        plan: Any = SimpleNamespace(roles={"talk": role})
 
         def flow(prompts: Any, m: Any) -> Any:
             samples = m.talk.rollout(prompts)
@@ -154,7 +163,7 @@ class Run:
         algorithm: Any = SimpleNamespace(group_size=1)
         sampler: Any = self.draws
         self.producer = AsyncRolloutProducer(
-            FlowScheduler(trace(flow, kinds), runtime, front=rollouts, roles={"talk": role}),
+            FlowScheduler(trace(flow, kinds), runtime, front=rollouts, plan=plan),
             algorithm,
             sampler,
             SamplingParams(TOKENS),

@@ -41,6 +41,7 @@ LAYOUTS = {
             "logits_chunk_tokens": 16,
         },
     ),
+    "zero3-ulysses": (EVERYTHING, {"zero_stage": 3, "ulysses": 2}),
     "zero2-offload-ulysses": (EVERYTHING, {"zero_stage": 2, "offload_optimizer": True, "ulysses": 2}),
 }
 

@@ -8,6 +8,7 @@ stopped. Every process writes down its id there.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -84,6 +85,16 @@ class Folder:
     def sprung(self) -> list[dict]:
         """What happened."""
         return [json.loads(file.read_text()) for file in sorted(self.path.glob("sprung-*.json"))]
+
+    def note_weights(self, version: int, digest: str) -> None:
+        """This process samples from these weights under this version."""
+        with (self.path / f"weights-{os.getpid()}.jsonl").open("a") as file:
+            file.write(json.dumps({"version": version, "digest": digest, "time": time.time()}) + "\n")
+
+    def weights(self) -> list[dict]:
+        """What anyone sampled from."""
+        files = sorted(self.path.glob("weights-*.jsonl"))
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
     def reach(self, call: str, kind: str) -> None:
         """This process is inside ``call``: the trap may spring, once."""
@@ -207,10 +218,23 @@ class TrappedGenerator(FakeGenerator):
         reach("setup", "generator")
         super().setup()
         self._loader = TrappedLoader(self, self._loader.expected_manifest())
+        self._served = set()
+
+    async def abort(self, request_ids=None) -> None:
+        await super().abort(request_ids)
+        if self._running:
+            reach("abort", "generator")
 
     def _append_token(self, run) -> int:
+        reach("token", "generator")
         if len(run.tokens) == run.request.sampling.max_tokens // 2:
             reach("generate", "generator")
+        if run.request.resume_from is not None:
+            reach("resumed", "generator")
+        digest = hashlib.sha256(b"".join(t.numpy().tobytes() for _, t in sorted(self._weights.items()))).hexdigest()
+        if (self._version, digest) not in self._served:
+            self._served.add((self._version, digest))
+            Folder(Path(os.environ["CHATLEARN_FAULTS"])).note_weights(self._version, digest)
         return super()._append_token(run)
 
     def close(self) -> None:

@@ -27,6 +27,8 @@ FROZEN = "frozen-"
 KILLED = ("generator", "reward", "trainer", "environment", "node", "driver")
 TARGETS = (*KILLED, *(FROZEN + target for target in KILLED if target != "driver"))
 """Who is killed, or stopped and never goes on by itself."""
+SECONDS_PER_TOKEN = 0.05
+"""Of the modes that sample ahead."""
 HEARTBEAT_S = 3.0
 """For runs in which a process is stopped."""
 
@@ -59,9 +61,33 @@ TRAPS: dict[str, Trap] = {
 }
 """By phase. A test holds its keys and the executor's enumeration together."""
 
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "one_step_off": {"mode": "one_step_off"},
+    "async": {"mode": "async", "max_staleness": 1, "options": {"during_sync": "abort"}},
+}
+"""Section ``rollout`` of the runs. In the modes that sample ahead, completions outlast the updates of a step."""
+MOMENTS: dict[str, tuple[str, Trap]] = {
+    "ahead": ("updating", Trap("token", "generator")),
+    "draining": ("syncing", Trap("token", "generator")),
+    "interrupting": ("syncing", Trap("abort", "generator")),
+    "resuming": ("syncing", Trap("resumed", "generator")),
+}
+"""Moments of the modes that sample ahead, beside the phases: the phase in which one begins, and its trap."""
+OWN_CALLS = {"trainer": "update", "reward": "score", "environment": "rollout"}
+"""The call in which a target dies while rollouts are made ahead."""
+
+
+def phase_of(phase: str) -> str:
+    """The phase in which a phase, or a moment, begins."""
+    return MOMENTS[phase][0] if phase in MOMENTS else phase
+
 
 def trap_for(target: str, phase: str) -> Trap:
     """The trap of one cell: a worker dies in its own call where the phase has one for its kind."""
+    if phase in MOMENTS:
+        trap = MOMENTS[phase][1]
+        return Trap(OWN_CALLS[target], target) if phase == "ahead" and target in OWN_CALLS else trap
     trap, kind = TRAPS[phase], target.removeprefix(FROZEN)
     if phase == "syncing" and kind == "generator":
         return Trap("receive", "generator", trap.step)
@@ -115,16 +141,17 @@ class Watch:
             self.is_lost = True  # no recovery starts before a rank is lost
             self.folder.arm("update", "trainer", "trainer")
         trap = trap_for(self.target, self.phase_name)
-        if not self.is_set and phase == self.phase_name and trap.step in (None, step):
+        if not self.is_set and phase == phase_of(self.phase_name) and trap.step in (None, step):
             self.is_set = True
             self.folder.arm(trap.call, trap.by, self.target)
 
 
-def write_config(directory: Path, model: Path, faults: Path, *, environment: bool = False) -> Path:
+def write_config(directory: Path, model: Path, faults: Path, *, environment: bool = False, mode: str = "sync") -> Path:
     """The configuration of a run over light backends; returns its path.
 
     Args:
         environment: whether an environment makes the rollouts.
+        mode: a key of ``MODES``.
     """
     rows = [{"id": f"p{i}", "prompt": f"How much is {i} plus {i + 3}? ", "ground_truth": "7"} for i in range(4 * STEPS)]
     prompts = model.parent / "prompts.jsonl"  # the same for all: a run that goes on must have the same data
@@ -160,6 +187,10 @@ def write_config(directory: Path, model: Path, faults: Path, *, environment: boo
             },
         },
     }
+    if mode != "sync":
+        config["rollout"] = MODES[mode]
+        config["algorithm"]["options"]["importance_correction"] = "truncate"
+        config["roles"]["generator"]["options"] = {"seconds_per_token": SECONDS_PER_TOKEN}
     if environment:
         made = {"kind": "environment", "backend": "trapped", "uses": {"policy": "generator"}, "replicas": 2}
         config["roles"]["desk"] = {**made, "timeout_s": 60.0}

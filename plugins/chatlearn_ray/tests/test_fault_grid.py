@@ -3,8 +3,9 @@ the run continues.
 
 Six kinds of process (a generator replica, a reward worker, a trainer rank, an environment worker, a whole node, the
 driver) die in every phase that the executor enumerates, and all but the driver are stopped; a run ends with the same
-bits as one in which nothing happened. Four cells are among the ordinary tests; the whole grid is marked ``grid``
-(``make test-grid``).
+bits as one in which nothing happened. In the rollout modes that sample ahead they also die while a step's updates and
+the next rollouts are made, and around a weight sync. Four cells are among the ordinary tests; the whole grid is marked
+``grid`` (``make test-grid``).
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from .fault_run import (
     FAULT_STEP,
     FROZEN,
     HEARTBEAT_S,
+    KILLED,
+    MOMENTS,
     STEPS,
     TARGETS,
     TRAPS,
     Watch,
     make_run,
     needs_environment,
+    phase_of,
     write_config,
 )
 
@@ -42,12 +46,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 MODULE = "chatlearn_ray_fault_backends"
 PROGRAM = Path(__file__).parent / "fault_run.py"
 ORDINARY = {
-    "generator": Phase.GENERATING,
     "trainer": Phase.SAVING,
     "node": Phase.UPDATING,
     "driver": Phase.SYNCING,
 }
 """The phase in which a target is tested every time; other targets are in the grid only."""
+ORDINARY_AHEAD = ("one_step_off", "generator", "ahead")
+"""Likewise of the modes that sample ahead: no replica is rebuilt from weights between two updates."""
 DRIVER_GONE_S = 60.0
 
 
@@ -57,6 +62,17 @@ def cells() -> Iterator[Any]:
         for phase in Phase:
             marks = () if ORDINARY.get(target) is phase else (pytest.mark.grid,)
             yield pytest.param(target, str(phase), marks=marks, id=f"{target}-{phase}")
+
+
+def cells_ahead() -> Iterator[Any]:
+    """The modes that sample ahead, in the moments that they have."""
+    for mode in ("one_step_off", "async"):
+        for target in (target for target in KILLED if target != "node"):
+            for moment in MOMENTS:
+                if (moment == "draining") != (mode == "one_step_off") and moment != "ahead":
+                    continue  # one_step_off waits for its completions, async interrupts them
+                marks = () if (mode, target, moment) == ORDINARY_AHEAD else (pytest.mark.grid,)
+                yield pytest.param(mode, target, moment, marks=marks, id=f"{mode}-{target}-{moment}")
 
 
 class Scene:
@@ -71,29 +87,29 @@ class Scene:
         (self.model / "config.json").rename(folder / "config.json")
         build_bigram_model(self.model, vocab_size=len(tokenizer))  # the light backends' weights, and real tokens
         (folder / "config.json").rename(self.model / "config.json")
-        self.undisturbed: dict[bool, Path] = {}
-        """Without and with an environment: the folder of a run without failures."""
+        self.undisturbed: dict[tuple[bool, str], Path] = {}
+        """With or without an environment, and mode: the folder of a run without failures."""
 
-    def cell(self, name: str, *, environment: bool = False) -> Cell:
+    def cell(self, name: str, *, environment: bool = False, mode: str = "sync") -> Cell:
         directory = self.folder / name
         (directory / "faults").mkdir(parents=True)
-        config = write_config(directory, self.model, directory / "faults", environment=environment)
+        config = write_config(directory, self.model, directory / "faults", environment=environment, mode=mode)
         return Cell(self, directory, config, environment=environment)
 
-    async def expected(self, *, environment: bool = False) -> dict[str, Any]:
+    async def expected(self, *, environment: bool = False, mode: str = "sync") -> dict[str, Any]:
         """The result of a run without failures; computed once."""
-        name = "undisturbed-rollouts" if environment else "undisturbed"
-        if environment not in self.undisturbed:
+        name = f"undisturbed-{mode}" + ("-rollouts" if environment else "")
+        if (environment, mode) not in self.undisturbed:
             assert not (self.folder / name).exists(), "the undisturbed run failed: see the first error"
-            cell = self.cell(name, environment=environment)
+            cell = self.cell(name, environment=environment, mode=mode)
             watch = await cell.train("none", "")
-            self.undisturbed[environment] = cell.run_dir
+            self.undisturbed[environment, mode] = cell.run_dir
             assert set(watch.phases) == {str(p) for p in Phase} - {"restoring", "recovering"}
             result = cell.result()
             assert max(abs(line["policy/pg_loss"]) for step, line in result["metrics"].items() if step) > 0
             assert all(line["sync/bytes"] > 0 for step, line in read_lines(cell.run_dir).items() if step)
             assert len({line["policy/grad_norm"] for step, line in result["metrics"].items() if step}) == STEPS
-        directory = self.undisturbed[environment].parent
+        directory = self.undisturbed[environment, mode].parent
         return Cell(self, directory, directory / "run.yaml").result()
 
 
@@ -120,7 +136,7 @@ class Cell:
 
     def checkpoint(self) -> Path:
         """Of the step before the fault, from the undisturbed run."""
-        return self.scene.undisturbed[self.environment] / "checkpoints" / f"step_{FAULT_STEP - 1:08d}"
+        return self.scene.undisturbed[self.environment, "sync"] / "checkpoints" / f"step_{FAULT_STEP - 1:08d}"
 
     def program(self, target: str, phase: str, *overrides: str) -> subprocess.Popen[str]:
         """The run in a process of its own."""
@@ -196,6 +212,53 @@ async def test_nothing_is_lost_when(
     check_kills(cell, target, phase)
     check_result(cell.result(), expected, phase)
     await gone(cell)
+
+
+@pytest.mark.parametrize(("mode", "target", "moment"), list(cells_ahead()))
+async def test_nothing_is_lost_of_rollouts_made_ahead_when(
+    mode: str, target: str, moment: str, scene: Scene, ray_session: None, cluster: Any, leaves_nothing: object
+) -> None:
+    """In ``one_step_off`` the bits are the same; in ``async`` timing decides which weights sample a token."""
+    expected = await scene.expected(environment=needs_environment(target), mode=mode)
+    cell = scene.cell(f"{mode}-{target}-{moment}", environment=needs_environment(target), mode=mode)
+    if target == "driver":
+        await killed_driver(cell, moment, cluster)
+    else:
+        watch = await cell.train(target, moment)
+        assert phase_of(moment) in watch.phases
+    check_kills(cell, target, moment)
+    check_weights(cell, goes_back=target in ("trainer", "driver"))
+    found = cell.result()
+    if mode == "one_step_off":
+        check_result(found, expected, moment)
+    else:
+        assert sample_ids(found) == sample_ids(expected)
+        assert found["status"] == ("completed", STEPS)
+        for name in ("samples/admitted", "samples/total", "samples/trained", "samples/excluded"):
+            assert found["totals"][name] == expected["totals"][name]
+    await gone(cell)
+
+
+def check_weights(cell: Cell, *, goes_back: bool) -> None:
+    """Replicas sampled from one set of weights under each version; where the run went back to the checkpoint before the
+    fault, the later versions were made again.
+    """
+    [killed] = [trap["time"] for trap in cell.faults.sprung()]
+    digests: dict[int, set[str]] = {}
+    for one in cell.faults.weights():
+        if not goes_back or one["version"] < FAULT_STEP or one["time"] > killed:
+            digests.setdefault(one["version"], set()).add(one["digest"])
+    assert digests.keys() == set(range(STEPS + 1)), "every version was sampled from: the last one by the evaluation"
+    assert {version: len(found) for version, found in digests.items()} == dict.fromkeys(digests, 1)
+
+
+def sample_ids(result: dict[str, Any]) -> dict[str, list[str]]:
+    """Which samples each step trained on."""
+    return {
+        name: [json.loads(line)["id"] for line in text.splitlines()]
+        for name, text in result["rollouts"].items()
+        if name.startswith("step")
+    }
 
 
 def check_kills(cell: Cell, target: str, phase: str) -> None:

@@ -10,7 +10,7 @@ from chatlearn_core.executor.assembly import Assembly
 from chatlearn_core.executor.cached_calls import CachedCalls, asked_about, cached_nodes
 from chatlearn_core.executor.component_factory import build_runtime
 from chatlearn_core.executor.decisions import build_sampler, next_draws
-from chatlearn_core.flow import Graph, Node
+from chatlearn_core.flow import Node
 from chatlearn_core.metrics import Timers
 from chatlearn_core.types import ExampleDraw, Sample, SamplingParams, evaluation_draw
 
@@ -59,20 +59,16 @@ def _wanted(assembly: Assembly, sampler_state: dict[str, Any], steps: int) -> It
     """What is kept: of calls on a step's own samples at once, because a sample has the same outputs in every step; of
     calls that request outputs of other samples step by step.
     """
-    for node in _kept_nodes(assembly, assembly.graph):
+    for node in cached_nodes(assembly.graph, assembly.cached_roles):
         by_step = node.method.other_samples is not None
         for drawn in _expected_draws(assembly, sampler_state, steps, by_step=by_step):
             samples = [sample for draw in drawn for sample in assembly.kind.samples(draw)]
             yield [(node, assembly.sampling, asked_about(node, samples, assembly.max_length))]
     for one in assembly.evaluations:
-        for node in _kept_nodes(assembly, one.graph):
+        for node in cached_nodes(one.graph, assembly.cached_roles):
             draws = [evaluation_draw(example, one.name) for example in one.examples]
             samples = [sample for draw in draws for sample in assembly.eval_kind.samples(draw)]
             yield [(node, one.sampling, asked_about(node, samples, assembly.max_length))]
-
-
-def _kept_nodes(assembly: Assembly, graph: Graph) -> list[Node]:
-    return [node for node in cached_nodes(graph) if node.role in assembly.cached_roles]
 
 
 def _expected_draws(

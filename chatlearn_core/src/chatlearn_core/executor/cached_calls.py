@@ -31,9 +31,9 @@ CHUNK_TOKENS = 1 << 16
 """Tokens that are computed between two writes to the disk: what a kill costs."""
 
 
-def cached_nodes(graph: Graph) -> tuple[Node, ...]:
-    """The calls whose results a flow wants to be kept."""
-    return tuple(node for node in graph.nodes if node.arguments.get("cache"))
+def cached_nodes(graph: Graph, roles: Collection[str] | None = None) -> tuple[Node, ...]:
+    """The calls whose results a flow wants to be kept; ``roles``: only those on them."""
+    return tuple(n for n in graph.nodes if n.arguments.get("cache") and (roles is None or n.role in roles))
 
 
 def check_cached(config: RunConfig, graph: Graph, changing: Collection[str]) -> None:

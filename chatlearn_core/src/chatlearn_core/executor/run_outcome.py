@@ -25,6 +25,7 @@ from chatlearn_core.types import RunFailure
 
 _PHASES_OF = {
     "generator": (Phase.GENERATING,),
+    "environment": (Phase.GENERATING,),
     "reward": (Phase.SCORING,),
     "trainer": (Phase.COMPUTING, Phase.UPDATING),
 }

@@ -62,23 +62,6 @@ class GeneratorFront(CompletionSource, Protocol):
         """Called when a run of the flow begins."""
 
 
-class FleetCompletions:
-    """Passes requests to the fleet directly, without a rollout manager."""
-
-    turns_together = True
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-
-    def begin(self) -> None:
-        """Nothing to prepare."""
-
-    async def completion(self, role: str, request: RolloutRequest) -> Completion:
-        """See ``CompletionSource``."""
-        assert request.generate_request is not None, "a flow over prompts gives every rollout a generation request"
-        return await self.runtime.generator(role).generate(request.generate_request)
-
-
 @dataclass(slots=True, frozen=True)
 class FlowCall:
     """One call of a flow during its execution."""
@@ -117,6 +100,7 @@ class FlowScheduler:
     Args:
         graph: the traced flow.
         runtime: hosts the roles.
+        front: answers calls on generators.
         stage: the calls of the graph to execute; the results of other calls must already exist. All by default.
         sampling: the run's parameters, used unless a call sets its own; trainers divide their logits by its
             temperature.
@@ -124,7 +108,6 @@ class FlowScheduler:
         group_rewards: reward roles that judge a whole group at a time.
         during: context entered while calls of a phase run.
         colocation: leases devices for calls if roles share them; by default none do.
-        front: answers calls on generators; the fleets themselves by default.
         bases: bases declared by the generators, by role; completions of other roles are not checked.
         plan: the run's; messages about results of its roles name their plugins.
         max_length: longest sequence of the run, tokens.
@@ -135,6 +118,7 @@ class FlowScheduler:
         self,
         graph: Graph,
         runtime: Runtime,
+        front: GeneratorFront,
         *,
         stage: Sequence[Node] | None = None,
         sampling: SamplingParams | None = None,
@@ -142,7 +126,6 @@ class FlowScheduler:
         group_rewards: frozenset[str] = frozenset(),
         during: Callable[[Phase], AbstractContextManager[None]] | None = None,
         colocation: ColocationManager | None = None,
-        front: GeneratorFront | None = None,
         bases: Mapping[str, DeclaredBases] | None = None,
         plan: RunPlan | None = None,
         max_length: int = 1 << 62,
@@ -159,7 +142,7 @@ class FlowScheduler:
         self.during = during or _no_phase
         self.colocation = colocation or ColocationManager(runtime)
         self.bases = bases or {}
-        self.front = front or FleetCompletions(runtime)
+        self.front = front
         self.plan = plan
         self.roles = plan.roles if plan else {}
         self._functions = FlowFunctions()

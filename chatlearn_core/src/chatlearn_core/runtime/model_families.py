@@ -30,7 +30,8 @@ def model_family(registry: PluginRegistry, source: ModelSource) -> ModelFamily:
             "without model_types); install chatlearn-hf"
         )
     family = _built(registry, general)
-    special = [record for record in records if record.model_types]
+    # A family that reads as the general one does adds something else, such as layouts for a trainer.
+    special = [record for record in records if record.model_types and record.factory != general.factory]
     if not special:
         return family
     model_type = family.model_type(source)

@@ -121,8 +121,9 @@ def _recorded(directory: Path) -> list[str]:
 
 def describe(assembly: Assembly) -> str:
     """Describe a run: flow, roles, placement, offloading, weight transport, data."""
+    from chatlearn_cli.sharing_lines import sharing_lines
     from chatlearn_core.executor.component_factory import build_colocation, build_runtime
-    from chatlearn_core.executor.device_sharing import describe_sharing, schedule
+    from chatlearn_core.executor.device_sharing import schedule
     from chatlearn_core.flow import to_text
 
     plan = assembly.plan
@@ -140,7 +141,7 @@ def describe(assembly: Assembly) -> str:
     for name, facts in runtime.describe().items():
         lines += [f"  {name:<12} {place}" for place in facts.get("places", ["in this process"])]
     turns = schedule(sharing, plan, assembly.graph, assembly.learning.learners)
-    lines += ["", "memory", *(f"  {line}" for line in describe_sharing(sharing, turns))]
+    lines += ["", "memory", *(f"  {line}" for line in sharing_lines(sharing, turns))]
     lines += ["", "rollouts", *(f"  {line}" for line in assembly.mode), "", "weight sync"]
     lines += [f"  {s.trainer} -> {s.target} by {s.record.name}: {s.why}; {s.form}" for s in plan.weight_syncs] or [
         "  none"

@@ -26,8 +26,8 @@ from chatlearn_core.types import (
     TrainBatch,
     WeightManifest,
 )
-from chatlearn_core.types.file_facts import merged_facts
 from chatlearn_runtime_kit.offload import move
+from chatlearn_runtime_kit.saved_files import merged_facts
 from chatlearn_runtime_kit.sync_answers import whole_manifest
 
 

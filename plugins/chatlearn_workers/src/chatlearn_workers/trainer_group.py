@@ -25,7 +25,7 @@ from chatlearn_core.types import (
     TrainBatch,
     WeightManifest,
 )
-from chatlearn_core.types.file_facts import merged_facts
+from chatlearn_runtime_kit.saved_files import merged_facts
 from chatlearn_runtime_kit.sync_answers import whole_manifest
 from chatlearn_workers.arrays import BatchArrays
 from chatlearn_workers.blocks import StoredBlock, Traffic

@@ -40,6 +40,7 @@ from chatlearn_core.types import (
     pack_samples,
     scored_batch,
 )
+from chatlearn_testing.fakes.fleet_completions import FleetCompletions
 from chatlearn_testing.suites.algorithm_roles import VOCAB, AlgorithmRoles, TableTrainer, keyed_generator
 
 TEMPERATURE = 0.7
@@ -184,7 +185,7 @@ class AlgorithmStep:
 
     def _scheduler(self, stage: Sequence[Any]) -> FlowScheduler:
         runtime: Any = self.roles
-        return FlowScheduler(self.graph, runtime, stage=stage, sampling=self.setup.sampling)
+        return FlowScheduler(self.graph, runtime, FleetCompletions(runtime), stage=stage, sampling=self.setup.sampling)
 
 
 def with_hole(sample: Sample) -> None:

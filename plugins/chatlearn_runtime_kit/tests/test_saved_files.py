@@ -4,7 +4,7 @@ import pytest
 
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.types import FileFacts
-from chatlearn_core.types.file_facts import merged_facts
+from chatlearn_runtime_kit.saved_files import merged_facts
 
 ONE, OTHER = FileFacts(4, "a" * 64), FileFacts(4, "b" * 64)
 
