@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout as stdout_to_stderr
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -135,7 +135,7 @@ class SourceLoad:
 def load_for_trial(name: str, value: str) -> str:
     """What a child sends of one entry point; empty if this process must import it to learn that."""
     with suppress(KeyboardInterrupt):
-        load = load_source(PluginSource(name, name, "", EntryPoint(name, value, PROJECT).load))
+        load = imported(name, value)
         records = tuple(entry.record for entry in load.entries if entry.record is not None)
         if len(records) == len(load.entries):
             return packed((records, tuple((observer.hook, observer.arguments) for observer in load.observers)))
@@ -158,11 +158,12 @@ def load_source(source: PluginSource, *, disabled: bool = False, tried: Loaded |
     if tried is not None and tried.failed:
         load.add("failed", tried.failed)
         return load
-    if tried is not None and tried.records is not None:
+    if tried is not None and tried.records is not None and source.point is not None:
         for record in tried.records:
             add_record(load, record)
         for position, (hook, arguments) in enumerate(tried.observers):
-            load.observers.append(Observer(hook, load.origin, imported_later(source, position), arguments))
+            later = LaterObserver(source.point.name, source.point.value, position)
+            load.observers.append(Observer(hook, load.origin, later, arguments))
         return load
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hookspec)
@@ -190,19 +191,27 @@ def load_source(source: PluginSource, *, disabled: bool = False, tried: Loaded |
     return load
 
 
-imported = cache(load_source)
+@cache
+def imported(name: str, value: str) -> SourceLoad:
+    """An entry point, imported in this process."""
+    return load_source(PluginSource(name, name, "", EntryPoint(name, value, PROJECT).load))
 
 
-def imported_later(source: PluginSource, position: int) -> Callable[..., object]:
-    """An observer that imports its plugin when it is first called."""
+@dataclass(slots=True, frozen=True)
+class LaterObserver:
+    """An observer that imports its plugin when it is first called. Can be pickled."""
 
-    def observe(**arguments: object) -> object:
-        load = imported(source)
-        if position >= len(load.observers):
+    name: str
+    value: str
+    """Of the entry point."""
+    position: int
+    """Among the observers of the plugin."""
+
+    def __call__(self, **arguments: object) -> object:
+        load = imported(self.name, self.value)
+        if self.position >= len(load.observers):
             raise PluginError("; ".join(entry.reason for entry in load.entries))
-        return load.observers[position].function(**arguments)
-
-    return observe
+        return load.observers[self.position].function(**arguments)
 
 
 def hook_names(manager: pluggy.PluginManager) -> list[str]:
