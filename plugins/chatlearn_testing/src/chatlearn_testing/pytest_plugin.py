@@ -25,6 +25,7 @@ MARKERS = (
     "engine: runs a real engine (trainer or generator)",
     "gpu: needs a CUDA device",
     "slow: takes long",
+    "thorough: a longer form of what other tests show",
 )
 
 # pytest then shows the values in failed assertions of the suites, as it does for test modules.

@@ -59,6 +59,11 @@ class AcmeGenerator:
     def __init__(self, options: AcmeOptions, context: RoleContext) -> None:
         if context.model is None:
             raise ConfigError(f"roles.{context.role}: a generator needs a model; set its model.path")
+        if context.engine_arguments:
+            raise ConfigError(
+                f"roles.{context.role}.engine: 'acme' takes no engine arguments; remove"
+                f" {', '.join(sorted(context.engine_arguments))}"
+            )
         self.options = options
         self.context = context
         self._source = context.model
