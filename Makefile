@@ -25,7 +25,7 @@ ifneq ($(wildcard $(DATA)/gsm8k),)
 export CHATLEARN_TEST_DATA = $(abspath $(DATA))
 endif
 
-.PHONY: help install install-dev install-engines demo test test-again test-fast test-matrix test-models test-parity test-thorough test-grid test-fuzz test-learning learning lint format wheels clean
+.PHONY: help install install-dev install-engines demo test test-again test-fast test-matrix test-models test-mutants test-parity test-thorough test-grid test-fuzz test-learning learning lint format wheels clean
 
 help:  ## Show what can be made.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1 — /'
@@ -90,6 +90,9 @@ test-parity: install-engines  ## Compare every trainer in every layout with plai
 
 test-thorough: install-engines  ## Run longer forms of what `make test` shows.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m thorough $(ARGS)
+
+test-mutants: install-dev  ## Run the whole conformance suites on every mutant, and record which faults they catch.
+	$(BIN)/python tests/conformance/mutation_run.py --write $(ARGS)
 
 test-grid: install-engines  ## Kill every worker in every phase of a run.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m grid $(ARGS)

@@ -11,6 +11,8 @@ NAMES = (
     "algorithm_mutants",
     "conformance_mutants",
     "dataset_mutants",
+    "mutant_groups",
+    "engine_mutants",
     "environment_mutants",
     "generator_mutants",
     "logger_mutants",

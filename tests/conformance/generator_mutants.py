@@ -57,6 +57,11 @@ CLOSED = "test_closing_ends_open_requests"
 EARLY = "test_closing_before_setup_is_allowed"
 LEFT = "test_closing_leaves_nothing"
 SCORED = "test_tokens_are_scored_or_refused"
+LOOP = "test_the_event_loop_stays_free"
+ALONE = "test_sampling_leaves_the_process_as_it_was"
+DECLARED = "test_what_is_declared_is_there"
+ARGUMENTS = "test_unknown_engine_arguments_are_refused"
+STREAMED = "test_streaming_tells_a_prefix"
 
 NUMBER = "np.random.Generator(np.random.Philox(key=[sampling.seed % 2**64, position])).random()"
 ARGMAX = "token = int(raw.argmax())"
@@ -97,6 +102,10 @@ def _draw(name: str, caught_by: str, old: str, new: str) -> SourceMutant:
 
 def _load(name: str, caught_by: str, old: str, new: str) -> SourceMutant:
     return _edit(name, caught_by, old, new, "weight_loader.py")
+
+
+def _record(name: str, caught_by: str, old: str, new: str) -> SourceMutant:
+    return _edit(name, caught_by, old, new, "plugin.py")
 
 
 def _end(name: str, code: str) -> SourceMutant:
@@ -759,11 +768,125 @@ MUTANTS = (
     _end("close_leaves_a_process", "subprocess.Popen(['sleep', '20'])"),
     _end("close_leaves_a_thread", "threading.Thread(target=time.sleep, args=(20,), daemon=True).start()"),
     _end("close_leaves_a_folder", "tempfile.mkdtemp()"),
-    _end("close_leaves_shared_memory", "Path(f'/dev/shm/chatlearn-{time.time()}').write_text('left')"),
+    _end("close_leaves_shared_memory", "Path(f'/dev/shm/acme-{time.time()}').write_text('left')"),
     _edit(
         "closed_without_the_id",
         LEFT,
         'raise BackendError(f"{where}: the replica is {self._state}: {self._problem}")',
         'raise BackendError(f"the replica is {self._state}")',
     ),
+    # The process, the loop, the promises
+    _edit("sampling_seeds", ALONE, DRAWN, f"torch.manual_seed(0); random.seed(0); print(len(rollout.draws)); {DRAWN}"),
+    _edit("sampling_seeds_torch", ALONE, DRAWN, f"torch.manual_seed(0); {DRAWN}"),
+    _edit("sampling_draws_from_torch", ALONE, DRAWN, f"torch.rand(()); {DRAWN}"),
+    _edit("sampling_seeds_numpy", ALONE, DRAWN, f"np.random.seed(0); {DRAWN}"),
+    _edit("sampling_prints", ALONE, DRAWN, f"print(len(rollout.draws)); {DRAWN}"),
+    _load("loading_seeds", ALONE, COPY, f"{COPY}; torch.manual_seed(0)"),
+    _edit("blocks_per_token", LOOP, DRAWN, f"time.sleep(0.004); {DRAWN}"),
+    _edit(
+        "works_per_token",
+        LOOP,
+        DRAWN,
+        f"until = time.thread_time() + 0.004\n            while time.thread_time() <"
+        f" until:\n                pass\n            {DRAWN}",
+    ),
+    _edit(
+        "port_left",
+        ALONE,
+        "        self._check(request)\n        rollout",
+        "        self._check(request)\n        KEPT.append(KEPT[0] if KEPT else"
+        " socket.create_server(('127.0.0.1', 0)))\n        rollout",
+    ),
+    _edit("sets_the_level", GREEDY, CLOSE, f"{CLOSE}; logging.disable(logging.CRITICAL)"),
+    _edit("patches_random", ALONE, DRAWN, f"random.random = lambda: 0.5; {DRAWN}"),
+    _edit("search_path", ALONE, DRAWN, f"sys.path.append(request.id); {DRAWN}"),
+    _edit("umask", ALONE, DRAWN, f"os.umask(0o027); {DRAWN}"),
+    _draw(
+        "temperatures_below_0_06_are_greedy",
+        TIES,
+        CUMULATIVE,
+        f"{CUMULATIVE} if sampling.temperature >= 0.06 else (processed == processed.max()).double().cumsum(-1)",
+    ),
+    _edit(
+        "streams_from_a_thread",
+        "test_streaming_is_on_the_event_loop",
+        "                on_tokens(len(rollout.draws) - 1, [drawn.token])",
+        "                await asyncio.to_thread(on_tokens, len(rollout.draws) - 1, [drawn.token])",
+    ),
+    _edit(
+        "tells_the_prior_again",
+        "test_streaming_of_a_resumed_completion_begins_after_the_prior",
+        "        rollout = self._start(request)\n",
+        "        rollout = self._start(request)\n        if on_tokens is not None and rollout.draws:\n"
+        "            on_tokens(0, rollout.tokens)\n",
+    ),
+    _edit(
+        "tells_from_zero_when_resumed",
+        "test_streaming_of_a_resumed_completion_begins_after_the_prior",
+        "on_tokens(len(rollout.draws) - 1, [drawn.token])",
+        "on_tokens(len(rollout.draws) - 1 - len(getattr(request.resume_from, 'token_ids', ())), [drawn.token])",
+    ),
+    _edit(
+        "tells_a_token_late",
+        STREAMED,
+        "on_tokens(len(rollout.draws) - 1, [drawn.token])",
+        "on_tokens(len(rollout.draws), [drawn.token])",
+    ),
+    _edit(
+        "tells_all_each_time",
+        STREAMED,
+        "on_tokens(len(rollout.draws) - 1, [drawn.token])",
+        "on_tokens(0, rollout.tokens)",
+    ),
+    _edit(
+        "tells_nothing_of_the_last",
+        STREAMED,
+        "            if on_tokens is not None:",
+        "            if on_tokens is not None and len(rollout.draws) < sampling.max_tokens:",
+    ),
+    _edit(
+        "goes_on_after_a_timeout",
+        "test_a_timeout_ends_the_work",
+        "                return await self._sample(rollout, on_tokens)",
+        "                return await asyncio.shield(self._sample(rollout, on_tokens))",
+    ),
+    _load(
+        "replaces_nan",
+        "test_damaged_weights_are_loaded_as_they_are",
+        COPY,
+        "live.copy_(__import__('torch').nan_to_num(tensor))",
+    ),
+    _edit("engine_arguments_ignored", ARGUMENTS, "if context.engine_arguments:", "if False:"),
+    _edit("engine_arguments_unnamed", ARGUMENTS, "{', '.join(sorted(context.engine_arguments))}", "all of them"),
+    _record(
+        "declares_a_kept_cache",
+        "test_an_unfinished_request_lives_through_a_sync_as_declared",
+        'kv_after_sync="recomputed"',
+        'kv_after_sync="kept"',
+    ),
+    _record(
+        "declares_dropped_requests",
+        "test_an_unfinished_request_lives_through_a_sync_as_declared",
+        'kv_after_sync="recomputed"',
+        'kv_after_sync="dropped"',
+    ),
+    _record(
+        "declares_adapters",
+        "test_declared_payloads_are_taken",
+        "seeded=True",
+        'seeded=True, payloads=frozenset({"full", "adapter"})',
+    ),
+    _record("declares_an_interpreter", DECLARED, "seeded=True", "seeded=True, own_interpreter=True"),
+    _record("declares_memory_handles", DECLARED, 'frozenset({"tensors"})', 'frozenset({"tensors", "memory_handles"})'),
+    _record("declares_process_groups", DECLARED, 'frozenset({"tensors"})', 'frozenset({"tensors", "process_group"})'),
+    _record("declares_checkpoints", NEW_WEIGHTS, 'frozenset({"tensors"})', 'frozenset({"tensors", "checkpoint"})'),
+    _record("declares_boxes", NEW_WEIGHTS, 'frozenset({"tensors"})', 'frozenset({"tensors", "boxes"})'),
+    _record("declares_scores", "test_given_tokens_are_scored", "seeded=True", "seeded=True, scores=True"),
+    _record(
+        "declares_kept_ids",
+        "test_kept_ids_are_what_a_token_was_sampled_from",
+        "seeded=True",
+        "seeded=True, kept_ids=True",
+    ),
+    _record("declares_raw_only", BASIS, "seeded=True", 'seeded=True, bases=frozenset({"raw"})'),
 )

@@ -13,11 +13,15 @@ ALONE = "test_a_sample_is_judged_by_itself"
 WHOLE = "test_a_verdict_is_of_the_whole_sample"
 ODD = "test_odd_samples_are_marked_not_raised"
 STATE = "test_the_process_stays_as_it_was"
+LOOP = "test_the_event_loop_stays_free"
+CANCELLED = "test_cancellation_reaches_the_caller"
+NAMED = "test_errors_name_the_sample"
+PARTS = "test_components_are_those_of_the_cases"
 CLOSED = "test_closing_leaves_no_process"
 
 
-def _edit(name: str, old: str, new: str, caught_by: str) -> SourceMutant:
-    return SourceMutant("reward", name, "reward.py", old, new, caught_by)
+def _edit(name: str, old: str, new: str, caught_by: str, equivalent: str = "") -> SourceMutant:
+    return SourceMutant("reward", name, "reward.py", old, new, caught_by, equivalent=equivalent)
 
 
 def _cached(name: str, key: str) -> SourceMutant:
@@ -140,5 +144,94 @@ MUTANTS = (
         "assert not getattr(self, '_busy', False); self._busy = True; await asyncio.sleep(0.01);"
         f" found = {JUDGED[7:]}; self._busy = False; return found",
         "test_a_cancelled_call_leaves_it_usable",
+    ),
+    # The event loop and cancellation
+    _while_scoring(
+        "lazy_load", "(getattr(self, '_loaded', None) or setattr(self, '_loaded', not time.sleep(1.5)))", LOOP
+    ),
+    _edit(
+        "blocks_per_sample", "        text = sample.text", "        time.sleep(0.006)\n        text = sample.text", LOOP
+    ),
+    _edit(
+        "works_per_sample",
+        "        text = sample.text",
+        "        until = time.thread_time() + 0.006\n        while time.thread_time() < until:\n            pass\n"
+        "        text = sample.text",
+        LOOP,
+    ),
+    _edit(
+        "cancellation_swallowed",
+        JUDGED,
+        "try:\n            await asyncio.sleep(0.05)\n        except"
+        " asyncio.CancelledError:\n            pass\n        " + JUDGED,
+        CANCELLED,
+    ),
+    _edit(
+        "cancellation_is_an_error",
+        JUDGED,
+        "try:\n            await asyncio.sleep(0.05)\n        except asyncio.CancelledError:\n"
+        "            raise RuntimeError('scoring was cancelled') from None\n        " + JUDGED,
+        CANCELLED,
+    ),
+    # Results
+    _edit("error_without_the_sample", 'f"sample {sample.id!r}: ground_truth is', 'f"ground_truth is', NAMED),
+    _edit(
+        "error_of_the_prompt",
+        "sample {sample.id!r}: ground_truth",
+        "prompt {sample.prompt.text!r}: ground_truth",
+        NAMED,
+    ),
+    _edit(
+        "components_swapped",
+        '{"coverage": coverage, "length_penalty": -penalty}',
+        '{"coverage": -penalty, "length_penalty": coverage}',
+        PARTS,
+    ),
+    _edit("component_of_the_value", '{"coverage": coverage,', '{"coverage": coverage - penalty,', PARTS),
+    _edit("penalty_is_positive", '"length_penalty": -penalty', '"length_penalty": penalty', PARTS),
+    _edit(
+        "healthy_after_close",
+        "    def close(self) -> None:\n        self._ready = False",
+        "    def close(self) -> None:\n        pass",
+        "test_a_closed_reward_is_not_healthy",
+    ),
+    _edit(
+        "text_of_64_characters",
+        "text = sample.text.casefold()",
+        "text = sample.text[:64].casefold()",
+        ORDER,
+        "how much of a text a reward reads is its own rule; no case of the template is longer",
+    ),
+    # What all code of the process shares
+    _while_scoring(
+        "shared_memory_open",
+        "self._m = getattr(self, '_m', None) or"
+        " multiprocessing.shared_memory.SharedMemory(f'acme_{os.getpid()}', create=True, size=64)",
+        "test_no_samples_no_results",
+    ),
+    _while_scoring(
+        "port_left",
+        "self._s = getattr(self, '_s', None) or socket.create_server(('127.0.0.1', 0)); KEPT.append(self._s)",
+        "test_no_samples_no_results",
+    ),
+    _while_scoring("disables_logging", "logging.disable(logging.CRITICAL)"),
+    _while_scoring("sets_the_level", "logging.getLogger().setLevel(logging.ERROR)"),
+    _while_scoring("patches_json", "json.loads = lambda text, loads=json.loads: loads(text)"),
+    _while_scoring("patches_sleep", "time.sleep = lambda seconds, sleep=time.sleep: sleep(seconds)"),
+    _while_scoring("search_path", "sys.path.insert(0, '/nowhere')"),
+    _while_scoring("umask", "os.umask(0o007)"),
+    _while_scoring("signal_handler", "signal.signal(signal.SIGHUP, signal.SIG_IGN)"),
+    _while_scoring("recursion_limit", "sys.setrecursionlimit(sys.getrecursionlimit() + 500)"),
+    _while_scoring("deterministic", "torch.use_deterministic_algorithms(True)"),
+    _while_scoring("no_gradients", "torch.set_grad_enabled(False)"),
+    _while_scoring("socket_timeout", "socket.setdefaulttimeout(30)"),
+    _while_scoring("no_garbage_collector", "__import__('gc').disable()"),
+    _while_scoring("child_left", "KEPT.append(subprocess.Popen(['sleep', '30']))", "test_no_samples_no_results"),
+    _edit(
+        "stderr",
+        JUDGED,
+        f"print(len(samples), file=sys.stderr); {JUDGED}",
+        STATE,
+        "standard error is for messages; a run shows it",
     ),
 )

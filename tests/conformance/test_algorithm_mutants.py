@@ -43,7 +43,9 @@ def test_the_original_passes(template: AlgorithmSpec) -> None:
     assert {mutant.caught_by for mutant in MUTANTS} <= passed
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize(
+    "mutant", list({m.caught_by: m for m in reversed(MUTANTS)}.values()), ids=lambda mutant: mutant.name
+)  # one for each contract test: `make test-mutants` runs all
 def test_a_mutant_is_caught(
     mutant: AlgorithmMutant, template: AlgorithmSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,11 @@ OTHER = "test_a_checkpoint_of_another_model_is_refused"
 EXPORT = "test_export_is_a_model_directory"
 STREAM = "test_manifest_describes_the_stream"
 
+ALONE = "test_the_work_of_a_trainer_leaves_the_process_as_it_was"
+LEFT = "test_closing_a_trainer_leaves_nothing"
+READ_ONLY = "test_a_batch_is_read_only"
+DECLARED = "test_what_is_declared_is_there"
+
 CLIP = "norm = self._clip(model)"
 BACKWARD = "result.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it"
 NOT_FINITE = "if not math.isfinite(total) or not math.isfinite(norm):"
@@ -50,8 +55,12 @@ COMPUTED = "outputs = self._outputs(model, batch.to(self.context.device), reques
 LOSS_OUTPUTS = "self._outputs(model, micro, loss.needs)"
 
 
-def _edit(name: str, caught_by: str, old: str, new: str) -> SourceMutant:
-    return SourceMutant("trainer", name, "trainer.py", old, new, caught_by)
+def _edit(name: str, caught_by: str, old: str, new: str, equivalent: str = "") -> SourceMutant:
+    return SourceMutant("trainer", name, "trainer.py", old, new, caught_by, equivalent=equivalent)
+
+
+def _record(name: str, caught_by: str, old: str, new: str, equivalent: str = "") -> SourceMutant:
+    return SourceMutant("trainer", name, "plugin.py", old, new, caught_by, equivalent=equivalent)
 
 
 DROPPED = "self._optimizer.zero_grad()  # of the micro-batches before the failure"
@@ -252,6 +261,111 @@ MUTANTS = (
         "pass",
     ),
     _edit("weights_are_not_read", RESUMED, READ_MODEL, "pass"),
+    # The process, the batch, the promises
+    _edit("update_seeds", ALONE, OPTIMIZER_STEP, "torch.manual_seed(0); random.seed(0); self._optimizer.step()"),
+    _edit(
+        "update_seeds_torch", ALONE, OPTIMIZER_STEP, "torch.manual_seed(len(batch.sample_ids)); self._optimizer.step()"
+    ),
+    _edit("compute_seeds_torch", ALONE, COMPUTED, f"torch.manual_seed(0); {COMPUTED}"),
+    _edit("load_seeds_numpy", ALONE, READ_MODEL, f"np.random.seed(0); {READ_MODEL}"),
+    _edit(
+        "save_seeds_python",
+        ALONE,
+        SAVE_START + "\n        optimizer",
+        f"random.seed(1); {SAVE_START}\n        optimizer",
+    ),
+    _edit(
+        "thread_after_close",
+        LEFT,
+        "        self._model = None\n        self._optimizer = None\n\n    @property",
+        "        self._model = None\n        self._optimizer = None\n"
+        "        threading.Thread(target=time.sleep, args=(20,), daemon=True).start()\n\n    @property",
+    ),
+    _edit("variable_left", ALONE, OPTIMIZER_STEP, "os.environ['ACME_RANK'] = '0'; self._optimizer.step()"),
+    _edit(
+        "file_left",
+        ALONE,
+        OPTIMIZER_STEP,
+        "Path('/tmp', f'acme-{os.getpid()}').write_text('x'); self._optimizer.step()",
+    ),
+    _edit("deterministic", ALONE, OPTIMIZER_STEP, "torch.use_deterministic_algorithms(True); self._optimizer.step()"),
+    _edit("default_dtype", ALONE, OPTIMIZER_STEP, "torch.set_default_dtype(torch.float64); self._optimizer.step()"),
+    _edit(
+        "directory_changed",
+        ALONE,
+        SAVE_START + "\n        optimizer",
+        f"{SAVE_START}; os.chdir(directory)\n        optimizer",
+    ),
+    _edit(
+        "batch_changed",
+        READ_ONLY,
+        "        total, parts = 0.0, []\n",
+        "        total, parts = 0.0, []\n        batch.token_data['advantages'].add_(0)\n"
+        "        batch.loss_mask[batch.cu_seqlens[1:].long() - 1] = False\n",
+    ),
+    _edit(
+        "batch_data_changed",
+        READ_ONLY,
+        COMPUTED,
+        f"{COMPUTED}; [v.mul_(0.5) for v in batch.token_data.values() if v.is_floating_point()]",
+    ),
+    _edit(
+        "batch_data_added",
+        READ_ONLY,
+        COMPUTED,
+        f"{COMPUTED}; batch.token_data['old_logprobs'] = outputs[min(outputs)]",
+    ),
+    _edit(
+        "batch_entry_cloned",
+        READ_ONLY,
+        COMPUTED,
+        f"{COMPUTED}; batch.token_data.update({{n: v.clone() for n, v in batch.token_data.items()}})",
+        "an equal tensor in place of another is the same batch",
+    ),
+    _edit(
+        "stray_file_in_checkpoint",
+        RESUMED,
+        SAVE_START + "\n        optimizer",
+        f"{SAVE_START}; (directory / 'notes.txt').write_text('x')\n        optimizer",
+        "a checkpoint's folder belongs to the trainer, which may write what it likes there",
+    ),
+    _edit(
+        "engine_arguments_ignored",
+        "test_unknown_engine_arguments_are_refused",
+        "if context.engine_arguments:",
+        "if False:",
+    ),
+    _edit(
+        "engine_arguments_unnamed",
+        "test_unknown_engine_arguments_are_refused",
+        "{', '.join(sorted(context.engine_arguments))}",
+        "all of them",
+    ),
+    _record("declares_any_ranks", "test_declared_ranks_work", "max_ranks=1", "max_ranks=None"),
+    _record("declares_two_ranks", "test_declared_ranks_work", "max_ranks=1", "max_ranks=2"),
+    _record("declares_reshards", DECLARED, "max_ranks=1", "max_ranks=1, reshards=True"),
+    _record("declares_dimensions", DECLARED, "max_ranks=1", "max_ranks=1, parallel={'tp': 'tensor_parallel'}"),
+    _record("declares_an_option", DECLARED, "max_ranks=1", "max_ranks=1, layout_options=('shards',)"),
+    _record("declares_adapters", DECLARED, "max_ranks=1", "max_ranks=1, payloads=frozenset({'full', 'adapter'})"),
+    _record(
+        "declares_boxes",
+        "test_boxes_cover_every_tensor_once",
+        'exports=frozenset({"full_tensors"})',
+        'exports=frozenset({"full_tensors", "boxes"})',
+        "the only rank holds every tensor whole, so its boxes are the whole tensors",
+    ),
+    _record(
+        "declares_values",
+        "test_outputs_do_not_depend_on_packing",
+        'heads=frozenset({"lm"})',
+        'heads=frozenset({"lm", "value"})',
+    ),
+    _record(
+        "declares_channels",
+        "test_weights_of_another_trainer_are_taken",
+        "max_ranks=1",
+        "max_ranks=1, channels=frozenset({'tensors'})",
+    ),
     # Weights
     _edit(
         "export_without_configuration",

@@ -16,8 +16,8 @@ COPY = 'shard.tensor.detach().to("cpu", copy=True).contiguous()'
 READ = "bucket: Bucket = load(content)"
 
 
-def _sender(name: str, old: str, new: str, caught_by: str) -> SourceMutant:
-    return SourceMutant("weight_sync", name, "sender.py", old, new, caught_by)
+def _sender(name: str, old: str, new: str, caught_by: str, equivalent: str = "") -> SourceMutant:
+    return SourceMutant("weight_sync", name, "sender.py", old, new, caught_by, equivalent=equivalent)
 
 
 def _receiver(name: str, old: str, new: str, caught_by: str) -> SourceMutant:
@@ -222,4 +222,129 @@ MUTANTS = (
     ),
     _receiver("counts_tensors", "sum(tensor.nbytes for tensor in bucket.values())", "len(bucket)", BITS),
     _sender("counts_buckets", "sent += sum(tensor.nbytes for tensor in bucket.values())", "sent += 1", BITS),
+    # what record and protocol promise
+    _sender("one_bucket", "limit = plan.bucket_bytes // COPIES", "limit = 2**40", "test_buckets_bound_the_memory"),
+    _sender(
+        "no_copy",
+        COPY,
+        'shard.tensor.detach().to("cpu").contiguous()',
+        "test_what_was_sent_may_be_overwritten",
+        "a sender may hold streamed tensors, within bucket_bytes, until they are written, which is before send returns",
+    ),
+    _sender(
+        "holds_the_stream",
+        "            check_tensor(shard.name,",
+        "            self._held = [*getattr(self, '_held', []), shard.tensor]\n            check_tensor(shard.name,",
+        "test_buckets_bound_the_memory",
+    ),
+    _sender(
+        "holds_the_last_bucket",
+        "        if bucket:\n            yield bucket",
+        "        self._last = shard\n        if bucket:\n            yield bucket",
+        "test_buckets_bound_the_memory",
+    ),
+    _sender(
+        "end_comes_later",
+        "            files.publish(files.end, str(count).encode())",
+        "            import threading\n            threading.Timer(0.3, files.publish,"
+        " (files.end, str(count).encode())).start()",
+        "test_the_end_is_what_send_returns",
+    ),
+    _sender(
+        "end_of_a_thread",
+        "            files.publish(files.end, str(count).encode())",
+        "            import threading, time\n            threading.Thread(target=lambda: (time.sleep(0.2),"
+        " files.publish(files.end, str(count).encode()))).start()",
+        "test_the_end_is_what_send_returns",
+    ),
+    _sender("bytes_of_the_last_bucket", "sent += sum(", "sent = sum(", "test_bytes_are_counted"),
+    _sender("bytes_twice", "sent += sum(", "sent += 2 * sum(", "test_bytes_are_counted"),
+    _receiver(
+        "elements_counted", "received += sum(tensor.nbytes", "received += sum(tensor.numel()", "test_bytes_are_counted"
+    ),
+    _receiver(
+        "bits_counted", "received += sum(tensor.nbytes", "received += sum(8 * tensor.nbytes", "test_bytes_are_counted"
+    ),
+    _receiver(
+        "blocks_per_bucket",
+        "bucket = await asyncio.to_thread(read_bucket, path)",
+        "time.sleep(0.2); bucket = await asyncio.to_thread(read_bucket, path)",
+        "test_the_event_loop_stays_free",
+    ),
+    _receiver(
+        "cancellation_swallowed",
+        "                await asyncio.sleep(self.options.poll_interval_s)",
+        "                try:\n                    await asyncio.sleep(self.options.poll_interval_s)\n"
+        "                except asyncio.CancelledError:\n                    return received",
+        "test_a_cancelled_receiver_ends_as_cancelled",
+    ),
+    _receiver(
+        "cancellation_is_an_error",
+        "                await asyncio.sleep(self.options.poll_interval_s)",
+        "                try:\n                    await asyncio.sleep(self.options.poll_interval_s)\n"
+        "                except asyncio.CancelledError:\n                    raise WeightSyncError(self._where(plan))",
+        "test_a_cancelled_receiver_ends_as_cancelled",
+    ),
+    SourceMutant(
+        "weight_sync",
+        "declares_adapters_and_deltas",
+        "plugin.py",
+        'reach="anywhere",',
+        'reach="anywhere",\n            payloads=frozenset({"full", "adapter", "delta"}),',
+        "test_declared_payloads_are_carried",
+    ),
+    SourceMutant(
+        "weight_sync",
+        "declares_deltas",
+        "plugin.py",
+        'reach="anywhere",',
+        'reach="anywhere",\n            payloads=frozenset({"full", "delta"}),',
+        "test_declared_payloads_are_carried",
+    ),
+    SourceMutant(
+        "weight_sync",
+        "declares_replays",
+        "plugin.py",
+        'reach="anywhere",',
+        'reach="anywhere",\n            replayable=True,',
+        "test_a_replica_that_missed_a_sync_takes_it_later",
+    ),
+    SourceMutant(
+        "weight_sync",
+        "global_of_the_process",
+        "buckets.py",
+        "        content = save(bucket)\n",
+        "        SENT.setdefault(str(self.directory), {})[number] = bucket\n        content = save(bucket)\n",
+        "test_another_process_is_reached",
+        also=(
+            (
+                "Bucket = dict[str, Tensor]",
+                "SENT: dict[str, dict[int, dict[str, Tensor]]] = {}\nBucket = dict[str, Tensor]",
+            ),
+            (
+                "        bucket: Bucket = load(content)",
+                "        bucket: Bucket = SENT[str(path.parent)][int(path.stem.split('-')[2])]",
+            ),
+        ),
+    ),
+    _sender(
+        "alias_is_sent",
+        COPY,
+        f"{COPY}\n            bucket.update({{a: bucket[n].clone() for a, n in"
+        f" plan.manifest.aliases.items() if n == shard.name}})",
+        "test_tied_names_are_not_sent",
+    ),
+    _sender(
+        "close_raises_when_open",
+        "        while self._open:",
+        "        assert not self._open\n        while self._open:",
+        OPEN,
+    ),
+    _receiver(
+        "tensors_of_a_failed_sync",
+        "await loader.load_tensors(bucket.items())",
+        "self._old = {**bucket, **{k: t for k, t in getattr(self, '_old', {}).items() if k in bucket}};"
+        " await loader.load_tensors(self._old.items() if len(self._old) == len(bucket) else bucket.items())",
+        "test_a_failed_sync_leaves_nothing_for_the_next",
+    ),
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import signal
 import sys
 import time
 import uuid
@@ -13,9 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from chatlearn_hosting.engine_side.shared_files import mapped_files
 from chatlearn_testing.listeners import tcp_ports
@@ -92,7 +87,8 @@ def wait_until_empty(find: Callable[[], list[str]], wait_s: float = WAIT_S) -> l
 _watching: list[set[str]] = []
 """Sets that collect the files opened for writing; an audit hook cannot be removed, so one hook fills them all."""
 _hooked = False
-_NO_LEFTOVERS = ("/__pycache__/", "/.pytest_cache/", "/dev/null", "/proc/")
+_WRITES = os.O_WRONLY | os.O_RDWR
+_NO_LEFTOVERS = ("/__pycache__/", "/.pytest_cache/", "/.cache/", "/.coverage", "/dev/null", "/dev/tty", "/proc/")
 
 
 @contextmanager
@@ -109,32 +105,18 @@ def written_files() -> Iterator[set[str]]:
     try:
         yield found
     finally:
-        _watching.remove(found)
+        _watching[:] = [other for other in _watching if other is not found]  # two may hold equal paths
 
 
 def _collect(event: str, arguments: tuple[Any, ...]) -> None:
     if event not in ("open", "tempfile.mkdtemp") or not _watching:
         return
     path, _, flags = arguments if event == "open" else (*arguments, "", os.O_WRONLY)
-    if isinstance(path, str) and flags & (os.O_WRONLY | os.O_RDWR) and not any(part in path for part in _NO_LEFTOVERS):
+    if event == "open" and flags & _WRITES and os.path.isdir(path):  # noqa: PTH112  # TemporaryFile names the folder
+        return
+    if isinstance(path, str) and flags & _WRITES and not any(part in path for part in _NO_LEFTOVERS):
         for found in _watching:
             found.add(str(Path(path).absolute()))
-
-
-def process_state() -> dict[str, Any]:
-    """Return what all code of a process shares, by name; equal values mean that nothing changed."""
-    return {
-        "the random state of Python": random.getstate(),
-        "the random state of numpy": str(np.random.get_state(legacy=False)),
-        "the random state of torch": torch.get_rng_state().tolist(),
-        "torch's number of threads": torch.get_num_threads(),
-        "torch's default dtype": torch.get_default_dtype(),
-        "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "numpy's handling of errors": np.geterr(),
-        "the working directory": Path.cwd(),
-        "the environment": dict(os.environ),
-        "the signal handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
-    }
 
 
 def outlives_tests(command_line: str) -> bool:

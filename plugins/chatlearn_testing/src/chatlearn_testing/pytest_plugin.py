@@ -28,6 +28,7 @@ MARKERS = (
     "engine: runs a real engine (trainer or generator)",
     "gpu: needs a CUDA device",
     "slow: takes long",
+    "thorough: a longer form of what other tests show",
 )
 
 LIMIT_SETTING = "chatlearn_suite_timeout"

@@ -18,6 +18,7 @@ from chatlearn_core.plugins.sources import did_you_mean
 from chatlearn_core.plugins.table import table
 from chatlearn_testing.cli.check_entries import Check, entries_in
 from chatlearn_testing.cli.check_results import CheckResult, check_result_file, merged
+from chatlearn_testing.stress import in_round
 
 EXIT_FAILED, EXIT_NOT_RUN = 1, 3
 HEADER = ("KIND", "NAME", "SUITE", "PASSED", "FAILED", "NOT APPLICABLE", "")
@@ -39,7 +40,10 @@ def check(
         list[Path] | None,
         typer.Option(help="Also write the result to a file: .json, or .xml for JUnit. Repeatable."),
     ] = None,
-    stress: Annotated[int, typer.Option(min=1, help="Run the suites this often; a test must pass every time.")] = 1,
+    stress: Annotated[
+        int,
+        typer.Option(min=1, help="Run the suites this often, after the first time with other seeds and more draws."),
+    ] = 1,
     test_timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds after which one test counts as hanging; the others go on.")
     ] = DEFAULT_TEST_LIMIT_S,
@@ -65,9 +69,11 @@ def check(
         from chatlearn_testing.cli.check_children import run_checks  # imports torch, which `plugins list` need not
 
         limits = {"test_limit_s": test_timeout, "limit_s": timeout}
-        checks += merged(
-            [run_checks(usable[0].distribution, usable, model, reference, **limits) for _ in range(stress)]
-        )
+        rounds = []
+        for number in range(stress):
+            with in_round(number):
+                rounds.append(run_checks(usable[0].distribution, usable, model, reference, **limits))
+        checks += merged(rounds)
     result = CheckResult(entries[0].distribution, checks, stress)
     for file in output or ():
         result.write(file)

@@ -36,6 +36,7 @@ from chatlearn_testing.fakes.bigram import (
     bigram_manifest,
     read_bigram_tensors,
 )
+from chatlearn_testing.fakes.engine_arguments import refuse_engine_arguments
 from chatlearn_testing.fakes.options import FakeGeneratorOptions
 from chatlearn_testing.fakes.sampling import basis_logprobs, draw, uniform
 
@@ -78,6 +79,7 @@ class FakeGenerator:
     def __init__(self, options: FakeGeneratorOptions, context: RoleContext) -> None:
         if context.model is None:
             raise ConfigError(f"roles.{context.role}: a generator needs a model; set its model.path")
+        refuse_engine_arguments(context)
         self.options = options
         self.context = context
         self._directory = Path(context.model.path)

@@ -36,6 +36,12 @@ class FakeGeneratorOptions(FakeOptions):
     )
 
 
+class FakeRemoteOptions(FakeGeneratorOptions):
+    """Options of the generator in another interpreter."""
+
+    python: str | None = Field(None, description="Interpreter of the generator's process; null: this one.")
+
+
 class FakeRewardOptions(FakeOptions):
     """Options of ``FakeReward``."""
 

@@ -41,6 +41,7 @@ from chatlearn_core.types import (
 )
 from chatlearn_hosting.engine_side.private_store import PrivateStore
 from chatlearn_hosting.rendezvous import make_default_group
+from chatlearn_testing.fakes.engine_arguments import refuse_engine_arguments
 from chatlearn_testing.fakes.options import FakePipelineOptions
 from chatlearn_testing.fakes.plain_llama import (
     EMBEDDING,
@@ -63,6 +64,7 @@ class FakePipelineTrainer:
     def __init__(self, options: FakePipelineOptions, context: RoleContext) -> None:
         if context.model is None:
             raise ConfigError(f"roles.{context.role}: a trainer needs a model; set its model.path")
+        refuse_engine_arguments(context)
         if context.world_size % options.stages:
             raise ConfigError(
                 f"roles.{context.role}: ranks is {context.world_size}, which options.stages {options.stages} does not "

@@ -59,7 +59,7 @@ class FakeSender:
                 if shard.owner_rank == self._endpoint.rank:
                     arrivals.admit(shard)
                     sent += shard.tensor.nbytes
-                    self._put((shard.name, shard.tensor.detach()), deadline, plan)
+                    self._put((shard.name, shard.tensor.detach().clone()), deadline, plan)  # may wait longer than send
             self._put(None, deadline, plan)
         except BaseException as error:
             for mailbox in self._mailboxes.values():

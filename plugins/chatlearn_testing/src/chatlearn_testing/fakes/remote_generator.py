@@ -24,8 +24,9 @@ from chatlearn_core.exceptions import BackendError
 from chatlearn_core.protocols import MemoryPart, RoleContext
 from chatlearn_core.protocols.generator import OnTokens
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState, WeightManifest, WeightShard
+from chatlearn_testing.fakes.engine_arguments import refuse_engine_arguments
 from chatlearn_testing.fakes.generator_server import read_message, write_message
-from chatlearn_testing.fakes.options import FakeGeneratorOptions
+from chatlearn_testing.fakes.options import FakeRemoteOptions
 
 PATIENCE_S = 60.0
 """Timeout of blocking calls, seconds; coroutines have no timeout."""
@@ -38,7 +39,8 @@ class RemoteFakeGenerator:
     python = sys.executable
     """The child's interpreter."""
 
-    def __init__(self, options: FakeGeneratorOptions, context: RoleContext) -> None:
+    def __init__(self, options: FakeRemoteOptions, context: RoleContext) -> None:
+        refuse_engine_arguments(context)
         self.options = options
         self.context = context
         self._process: subprocess.Popen[bytes] | None = None
@@ -55,7 +57,7 @@ class RemoteFakeGenerator:
     def setup(self) -> None:
         """Start the child and let it load the model."""
         self._process = subprocess.Popen(
-            [self.python, "-c", SERVER],
+            [self.options.python or self.python, "-c", SERVER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"},

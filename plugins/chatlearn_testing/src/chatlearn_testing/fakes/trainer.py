@@ -40,6 +40,7 @@ from chatlearn_testing.fakes.bigram import (
     read_bigram_tensors,
     write_bigram_model,
 )
+from chatlearn_testing.fakes.engine_arguments import refuse_engine_arguments
 from chatlearn_testing.fakes.options import FakeTrainerOptions
 from chatlearn_testing.fakes.trainer_loader import FakeTrainerLoader
 from chatlearn_testing.recorded_batches import record_batch
@@ -56,6 +57,7 @@ class FakeTrainer:
     def __init__(self, options: FakeTrainerOptions, context: RoleContext) -> None:
         if context.model is None:
             raise ConfigError(f"roles.{context.role}: a trainer needs a model; set its model.path")
+        refuse_engine_arguments(context)
         self.options = options
         self.context = context
         self._directory = Path(context.model.path)

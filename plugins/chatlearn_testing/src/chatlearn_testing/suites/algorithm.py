@@ -29,7 +29,7 @@ from chatlearn_core.types import (
     merge_metrics,
 )
 from chatlearn_testing.applicability import not_applicable
-from chatlearn_testing.leftovers import process_state
+from chatlearn_testing.process_state import process_state
 from chatlearn_testing.suites.algorithm_roles import sequence_rows
 from chatlearn_testing.suites.algorithm_step import (
     MAX_TOKENS,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +18,8 @@ from chatlearn_core.plugins.records import Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.requirements import installed_where
 from chatlearn_testing.guard import suite_violations
+from chatlearn_testing.leftovers import written_files
+from chatlearn_testing.process_state import RANDOM_STATES, ProcessWatch, StateWatch
 
 ReferenceLoader = Callable[[Path], torch.nn.Module]
 """Function that loads a model directory as a plain module with code that is not under test. The module computes
@@ -84,8 +87,48 @@ class ConformanceSuite:
         factory: Callable[..., Any] = resolve_import_string(getattr(cls.record(), attribute))
         return factory
 
+    may_change: ClassVar[frozenset[str]] = frozenset()
+    """State of the process (``process_state``) that a backend of this kind may change while a test runs."""
+    shares_backends: ClassVar[bool] = False
+    """Whether tests share a backend, whose threads then outlive a test."""
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _the_suite_leaves_nothing(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        """Fail the last test if the suite's backends left anything behind, after all of them were closed.
+
+        A backend may change random states as it is set up, and what only the first import of an engine changes.
+        """
+        installed_plugins()  # discovery notes in the environment what it tried
+        watch = ProcessWatch(ignored=RANDOM_STATES | cls.may_change)
+        with written_files() as written:
+            yield
+        gc.collect()  # errors of failed syncs hold their ends in cycles
+        left = watch.left_behind()
+        assert not left, f"left behind by the suite's backends: {'; '.join(left)}"
+        temporary = str(tmp_path_factory.getbasetemp())
+        files = sorted(file for file in written if not file.startswith(temporary) and Path(file).exists())
+        assert not files, f"files left behind by the suite's backends: {', '.join(files[:5])}"
+        changed = watch.changed_state()
+        assert not changed, f"changed for all code of the process: {'; '.join(changed)}"
+
     @pytest.fixture(autouse=True)
-    def _one_thread(self) -> Any:
+    def _the_test_leaves_the_process_alone(self, _one_thread: None) -> Iterator[None]:
+        """Fail a test that changes state which all code of the process shares, or leaves a thread.
+
+        Seeds: use a generator of your own. Environment, working directory, handlers, search path, limits, levels,
+        functions of the standard library: they belong to the run and to the other plugins beside yours.
+        """
+        watch = StateWatch(ignored=self.may_change)
+        yield
+        changed = watch.changed_state()
+        assert not changed, f"changed for all code of the process: {'; '.join(changed)}"
+        if not self.shares_backends:
+            threads = watch.threads_left()
+            assert not threads, f"outlive the test: {', '.join(threads)}"
+
+    @pytest.fixture
+    def _one_thread(self) -> Iterator[None]:
         """Use one thread: it is fastest for tiny tensors, and bit-identical results need equal numbers of threads."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

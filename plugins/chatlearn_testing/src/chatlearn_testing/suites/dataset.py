@@ -15,7 +15,8 @@ from chatlearn_core.data import DatasetFormat, RawExample, Row
 from chatlearn_core.exceptions import DataError
 from chatlearn_core.plugins.records import Kind
 from chatlearn_testing.applicability import not_applicable
-from chatlearn_testing.leftovers import process_state, written_files
+from chatlearn_testing.leftovers import written_files
+from chatlearn_testing.process_state import process_state
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 
 ODD_VALUES: Mapping[str, Any] = {

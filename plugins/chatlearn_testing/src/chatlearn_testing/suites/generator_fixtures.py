@@ -24,6 +24,7 @@ from chatlearn_core.types import (
     WeightManifest,
 )
 from chatlearn_testing.fakes.sampling import basis_logprobs
+from chatlearn_testing.loop_watch import LoopWatch
 from chatlearn_testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
 from chatlearn_testing.reused_memory import ReusedMemoryLoader
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite, ReferenceLoader
@@ -70,7 +71,8 @@ class Replica:
     def __init__(self, generator: Generator, patience_s: float) -> None:
         self.generator = generator
         self._patience_s = patience_s
-        self._runner = asyncio.Runner()
+        self.loop = LoopWatch()
+        self._runner = asyncio.Runner(loop_factory=self.loop.new_loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end; raises ``TimeoutError`` after ``patience_s``."""
@@ -108,14 +110,16 @@ class GeneratorFixtures(ModelSuite, ConformanceSuite):
     """Fixtures: ``replica`` keeps the model directory's weights, ``synced`` loads others, ``start`` starts replicas."""
 
     settable: ClassVar[frozenset[str]] = frozenset({"engine_arguments"})
+    shares_backends: ClassVar[bool] = True
     engine_arguments: ClassVar[Mapping[str, Any]] = {}
     """Engine-native arguments, as in ``roles.generator.engine`` of a configuration."""
 
     @classmethod
-    def build_generator(cls, directory: Path) -> Generator:
-        """Build a generator of a model directory without setting it up."""
+    def build_generator(cls, directory: Path, engine_arguments: Mapping[str, Any] | None = None) -> Generator:
+        """Build a generator of a model directory without setting it up; None: with the suite's engine arguments."""
+        arguments = cls.engine_arguments if engine_arguments is None else engine_arguments
         source = ModelSource(str(directory), str(directory), max_length=MODEL_LENGTH)
-        context = RoleContext("generator", source, device=cls.device, engine_arguments=dict(cls.engine_arguments))
+        context = RoleContext("generator", source, device=cls.device, engine_arguments=dict(arguments))
         generator: Generator = cls.build()(cls.make_options(dtype="float32"), context)
         return generator
 
@@ -188,6 +192,52 @@ def ask_score(name: str, prompt: Sequence[int], token_ids: Sequence[int], **fiel
     """Build a request for the logprobs of given tokens; ``fields`` as in ``ask``."""
     request = ask(name, prompt, **({"max_tokens": len(token_ids)} | fields))
     return replace(request, forced_ids=np.array(token_ids, dtype=np.int64))
+
+
+class HalfWay:
+    """Opens a request and waits until it has some of its tokens: as ``on_tokens`` tells, or by trying.
+
+    Without streaming, nothing tells how far a request is; the wait is then too short or too long at first, and each
+    further attempt is nearer.
+    """
+
+    def __init__(self, replica: Replica, streaming: bool, wanted: int) -> None:
+        self._generator = replica.generator
+        self._streaming = streaming
+        self._wanted = wanted
+        self._shortest, self._longest = 0.0, 0.0
+        self._wait = 0.0
+        self.told: list[int] = []
+
+    async def open(self, request: GenerateRequest) -> asyncio.Task[Completion]:
+        """Submit a request; returns when it has some tokens, or is done."""
+        self.told = []
+        reached = asyncio.Event()
+
+        def on_tokens(start: int, tokens: list[int]) -> None:
+            self.told.extend(tokens)
+            if len(self.told) >= self._wanted:
+                reached.set()
+
+        task = asyncio.ensure_future(self._generator.generate(request, on_tokens if self._streaming else None))
+        if self._streaming:
+            waiting = asyncio.ensure_future(reached.wait())
+            await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            return task
+        turns = int(self._wait)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await asyncio.sleep(TURN_S * max(0, turns - TURNS) / 4)
+        return task
+
+    def learn(self, count: int) -> None:
+        """Take the number of tokens that the request had into account."""
+        if count:
+            self._longest = self._wait
+        else:
+            self._shortest = self._wait
+        self._wait = (self._shortest + self._longest) / 2 if self._longest else max(1.0, 2 * self._wait)
 
 
 async def idle() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +13,14 @@ import torch
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.types import Completion, GenerateRequest
 from chatlearn_testing.applicability import not_applicable
+from chatlearn_testing.stress import first_seed, stress_round
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.generator_fixtures import (
     LONG,
     NUM_TOKENS,
     PROMPTS,
     GeneratorFixtures,
+    HalfWay,
     Replica,
     ask,
     assert_completion,
@@ -28,9 +29,9 @@ from chatlearn_testing.suites.generator_fixtures import (
 )
 
 RESUMED_AFTER = (0, 1, 5, NUM_TOKENS - 1, NUM_TOKENS)
-"""Tokens of the aborted completions that tests resume."""
-ATTEMPTS = 14
-"""Attempts to abort a request half way, each nearer to the time at which it is."""
+"""Tokens of the aborted completions that tests resume; under stress, every number of them."""
+ATTEMPTS = 30
+"""Attempts to abort a request half way; the first is enough for a generator that streams."""
 
 
 class ResumptionContract(GeneratorFixtures, ConformanceSuite):
@@ -41,31 +42,24 @@ class ResumptionContract(GeneratorFixtures, ConformanceSuite):
 
         No token at every attempt: the generator answers an abort with an empty completion.
         """
+        half_way = HalfWay(replica, self.record().streaming, 3)
 
-        told: list[int] = []
-
-        async def interrupt(name: str, wait_s: float) -> Completion:
-            told.clear()
-            callback = (lambda start, tokens: told.extend(tokens)) if self.record().streaming else None
-            task = asyncio.ensure_future(replica.generator.generate(ask(name, max_tokens=LONG), callback))
-            await asyncio.sleep(wait_s)
+        async def interrupt(name: str) -> Completion:
+            task = await half_way.open(ask(name, max_tokens=LONG))
             await replica.generator.abort([name])
             return await task
 
-        begun = time.monotonic()
-        replica.ask(ask("timed", max_tokens=LONG))
-        earliest_s, latest_s = 0.0, time.monotonic() - begun
         for attempt in range(ATTEMPTS):
-            name, wait_s = f"half-way-{attempt}", (earliest_s + latest_s) / 2
-            partial = replica.run(interrupt(name, wait_s))
-            count = len(partial.token_ids)
+            name = f"half-way-{attempt}"
+            partial = replica.run(interrupt(name))
+            count, told = len(partial.token_ids), len(half_way.told)
             assert_completion(reference, ask(name, max_tokens=LONG), partial)
             assert partial.token_ids.tolist() == plain_greedy(reference, PROMPTS[0], count), "no prefix of the whole"
             assert partial.finish_reason == ("length" if count == LONG else "abort")
-            assert count >= len(told), f"on_tokens told of {len(told)} tokens, the aborted completion has {count}"
+            assert count >= told, f"on_tokens told of {told} tokens, the aborted completion has {count}"
             if 0 < count < LONG:
                 return
-            earliest_s, latest_s = (earliest_s, wait_s) if count else (wait_s, latest_s)
+            half_way.learn(count)
         pytest.fail(f"whenever they were aborted, {ATTEMPTS} requests had all of their tokens or none")
 
     def test_abort_ends_exactly_the_requests_named(self, replica: Replica) -> None:
@@ -125,11 +119,12 @@ class ResumptionContract(GeneratorFixtures, ConformanceSuite):
         Other logprobs than the prior's: they were computed anew, or replaced by those of another basis.
         """
         self._require_resumption(temperature)
-        fields: dict[str, Any] = {"temperature": temperature, "seed": 3}
-        lengths = [max(1, count) for count in RESUMED_AFTER]
+        fields: dict[str, Any] = {"temperature": temperature, "seed": first_seed(3)}
+        points = range(NUM_TOKENS + 1) if stress_round() else RESUMED_AFTER
+        lengths = [max(1, count) for count in points]
         parts = replica.ask(*(ask(f"part-{count}", **fields, max_tokens=count) for count in lengths))
         whole = parts[-1]
-        priors = [_cut(part, ask("whole", **fields), count) for part, count in zip(parts, RESUMED_AFTER, strict=True)]
+        priors = [_cut(part, ask("whole", **fields), count) for part, count in zip(parts, points, strict=True)]
         requests = [ask(f"after-{len(p.token_ids)}", **fields, resume_from=p) for p in priors]
         for request, prior, resumed in zip(requests, priors, replica.ask(*requests), strict=True):
             assert resumed.token_ids.tolist() == whole.token_ids.tolist(), request.id

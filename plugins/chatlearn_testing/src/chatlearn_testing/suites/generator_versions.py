@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from chatlearn_testing.suites.generator_fixtures import (
     NUM_TOKENS,
     PROMPTS,
     GeneratorFixtures,
+    HalfWay,
     Replica,
     ask,
     assert_completion,
@@ -33,6 +33,8 @@ from chatlearn_testing.suites.generator_fixtures import (
 )
 from chatlearn_testing.suites.generator_resumption import assert_keeps
 
+ATTEMPTS = 10
+"""Attempts to sync while a request is half way; the first is enough for a generator that streams."""
 NUM_OLD = 5
 """Tokens sampled before a sync."""
 
@@ -101,15 +103,12 @@ class VersionsContract(GeneratorFixtures, ConformanceSuite):
             not_applicable("with kv_after_sync 'kept' no plain forward gives the tokens after the sync")
         old_version = synced.generator.policy_version + 1
         synced.sync(tensors, old_version)
-        begun = time.monotonic()
-        synced.ask(ask("timed", max_tokens=LONG))
-        length_s = time.monotonic() - begun
         new = read_checkpoint(new_model)
+        half_way = HalfWay(synced, self.record().streaming, NUM_OLD)
 
-        async def cross(version: int, wait_s: float) -> tuple[bool, Completion]:
+        async def cross(version: int) -> tuple[bool, Completion]:
             loader = synced.generator.loader
-            task = asyncio.ensure_future(synced.generator.generate(ask(f"cross-{version}", max_tokens=LONG)))
-            await asyncio.sleep(wait_s)
+            task = await half_way.open(ask(f"cross-{version}", max_tokens=LONG))
             await loader.begin(version, manifest_of(new, loader.expected_manifest().aliases))
             await asyncio.sleep(0)
             was_done = task.done()
@@ -120,8 +119,8 @@ class VersionsContract(GeneratorFixtures, ConformanceSuite):
             await loader.finish()
             return was_done, await task
 
-        for share in (0.5, 0.25, 0.75):
-            was_done, completion = synced.run(cross(old_version + 1, share * length_s))
+        for _ in range(ATTEMPTS):
+            was_done, completion = synced.run(cross(old_version + 1))
             tokens = completion.token_ids.tolist()
             for span in completion.version_spans:
                 model = reference if span.version == old_version else new_reference
@@ -133,6 +132,7 @@ class VersionsContract(GeneratorFixtures, ConformanceSuite):
             assert versions == sorted(set(versions)), f"versions of the spans: {versions}"
             if len(versions) == 2 or (completion.finish_reason == "abort" and versions):
                 return
+            half_way.learn(len(tokens) if versions == [old_version] else 0)
             old_version += 2
             synced.sync(tensors, old_version)
         assert was_done, "no token of a request that was open before the sync has the old version"

@@ -19,6 +19,7 @@ from chatlearn_testing.model_directory import manifest_of, read_checkpoint
 from chatlearn_testing.reused_memory import ReusedMemoryLoader
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.generator_fixtures import (
+    ABSOLUTE,
     LONG,
     PROMPTS,
     GeneratorFixtures,
@@ -27,6 +28,7 @@ from chatlearn_testing.suites.generator_fixtures import (
     ask_score,
     assert_completion,
     plain_greedy,
+    plain_logprobs,
 )
 
 DRIVEN_CHANNELS = ("tensors", "boxes", "checkpoint")
@@ -108,7 +110,7 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
         """Tokens sampled before the sync have the old version; tokens after it have the new one.
 
         With ``kv_after_sync`` ``recomputed``, the new weights continue from the old tokens; with ``dropped``, the
-        request ends with the reason ``abort``.
+        request ends with the reason ``abort``; with ``kept``, later tokens also depend on the cache of the old weights.
         """
         if not self.record().streaming or "tensors" not in self.record().channels:
             not_applicable("the record does not declare 'streaming' and the channel 'tensors'")
@@ -139,6 +141,12 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
             return
         [fresh] = later
         assert (fresh.start, fresh.version, fresh.stop) == (old.stop, 1, LONG), completion.version_spans
+        if policy == "kept":
+            recomputed = plain_logprobs(new_reference, PROMPTS[0], completion, completion.basis)[old.stop :]
+            apart = float((torch.from_numpy(completion.logprobs[old.stop :]).double() - recomputed).abs().max())
+            assert apart > ABSOLUTE, (
+                "declares kv_after_sync='kept', but the later tokens are of a cache of the new weights"
+            )
         if policy == "recomputed":
             context = [*PROMPTS[0], *tokens[: old.stop]]
             assert tokens[old.stop :] == plain_greedy(new_reference, context, LONG - old.stop)

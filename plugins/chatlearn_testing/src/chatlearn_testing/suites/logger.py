@@ -16,7 +16,8 @@ import pytest
 from chatlearn_core.plugins.records import Kind
 from chatlearn_core.protocols import Logger
 from chatlearn_testing.applicability import not_applicable
-from chatlearn_testing.leftovers import process_state, wait_until_empty, written_files
+from chatlearn_testing.leftovers import wait_until_empty, written_files
+from chatlearn_testing.process_state import process_state
 from chatlearn_testing.processes import descendants
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from chatlearn_core.plugins.import_string import resolve_import_string
+from chatlearn_testing.process_state import TORCH_RANDOM_STATE
 from chatlearn_testing.suites.conformance_suite import ReferenceLoader
 
 
@@ -23,6 +24,8 @@ class ModelSuite:
     load_reference: ClassVar[ReferenceLoader | str]
     """A ``ReferenceLoader``, or its import string."""
     device: ClassVar[str] = "cpu"
+    may_change: ClassVar[frozenset[str]] = frozenset({TORCH_RANDOM_STATE})
+    """Building a model draws from torch's generator; tests of their own look for seeds."""
 
     @pytest.fixture(scope="class")
     @classmethod

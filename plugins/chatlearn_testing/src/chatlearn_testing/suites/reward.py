@@ -28,7 +28,9 @@ from chatlearn_core.types import (
 )
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.fakes.role_handle import CharacterCodes
-from chatlearn_testing.leftovers import process_state, wait_until_empty, written_files
+from chatlearn_testing.leftovers import wait_until_empty, written_files
+from chatlearn_testing.loop_watch import blocks_of, least
+from chatlearn_testing.process_state import process_state
 from chatlearn_testing.processes import descendants
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 
@@ -46,6 +48,8 @@ class RewardCase:
     token_ids: tuple[int, ...] | None = None
     """Token ids of the completion; None: one per character."""
     columns: Mapping[str, Any] = field(default_factory=dict)
+    components: Mapping[str, float] | None = None
+    """Expected components; None: any."""
 
     def sample(self, name: str, group: str | None = None) -> Sample:
         """Build a finished sample; token ids are character codes modulo 1,000.
@@ -79,6 +83,10 @@ class RewardCase:
         return sample_from_completion(name, group or f"group of {name}", prompt, completion)
 
 
+MANY = 64
+"""Samples of one call: a fault of few milliseconds per sample shows."""
+BLOCK_S = 0.15
+"""Longest time for which ``score`` may keep the event loop from other work, seconds."""
 MakeReward = Callable[[], Reward]
 
 
@@ -209,6 +217,31 @@ class RewardConformance(ConformanceSuite):
             assert result.value is None or math.isfinite(result.value), f"{result.value} is not finite; mark an error"
         self._assert_verdict(good, self._score(reward, [good.sample("after the odd ones")])[0])
 
+    def test_errors_name_the_sample(self, make_reward: MakeReward) -> None:
+        """The error of a sample says which sample it is: the run logs it without its surroundings."""
+        bad = [case for case in self.cases if case.value is None]
+        if not bad:
+            not_applicable("the suite sets no case with the value None")
+        samples = [case.sample(f"error-of-{index}") for index, case in enumerate(bad)]
+        for sample, result in zip(samples, self._score(make_reward(), samples), strict=True):
+            assert sample.id in (result.error or ""), f"the error of sample {sample.id!r} names another: {result.error}"
+
+    def test_components_are_those_of_the_cases(self, make_reward: MakeReward) -> None:
+        """A case with ``components`` gets exactly these."""
+        reward, told = make_reward(), [case for case in self.cases if case.components is not None]
+        if not told:
+            not_applicable("no case has components")
+        for case, result in zip(
+            told, self._score(reward, [c.sample(f"c-{i}") for i, c in enumerate(told)]), strict=True
+        ):
+            assert dict(result.components) == pytest.approx(dict(case.components or {})), case.completion
+
+    def test_a_closed_reward_is_not_healthy(self, make_reward: MakeReward) -> None:
+        """After ``close``, ``health`` says so: a run must not count on it."""
+        reward = make_reward()
+        reward.close()
+        assert reward.health() is not None, "healthy although closed"
+
     def test_no_samples_no_results(self, make_reward: MakeReward) -> None:
         """``score([])`` returns an empty list."""
         assert self._score(make_reward(), []) == []
@@ -241,6 +274,37 @@ class RewardConformance(ConformanceSuite):
             return await reward.score([good.sample("after")])
 
         self._assert_verdict(good, self._run(cancel())[0])
+
+    def test_the_event_loop_stays_free(self, make_reward: MakeReward) -> None:
+        """``score`` lets other coroutines run, also in the first call after ``setup``: requests are served meanwhile.
+
+        Load models in ``setup``, and judge in a thread (``asyncio.to_thread``) or a process whatever takes milliseconds
+        per sample.
+        """
+        samples = [case.sample(f"many-{number}") for number in range(MANY) for case in self.cases[:1]]
+
+        def first_call() -> Any:
+            reward = make_reward()  # ``setup`` may block
+            return asyncio.wait_for(reward.score(samples), self.patience_s)
+
+        blocked_s = least(lambda: blocks_of(first_call()).longest_s, BLOCK_S)
+        assert blocked_s < BLOCK_S, f"the event loop stood still for {blocked_s:.2f} s while {MANY} samples were scored"
+
+    def test_cancellation_reaches_the_caller(self, make_reward: MakeReward) -> None:
+        """A call that is cancelled while it waits ends as cancelled; otherwise the end of a run would wait for it."""
+        reward = make_reward()
+        samples = [case.sample(f"cancelled-{i}") for i, case in enumerate(self.cases)]
+
+        async def cancel() -> bool:
+            task = asyncio.ensure_future(reward.score(samples))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            was_done = task.done()
+            task.cancel()
+            await asyncio.wait([task])
+            return was_done or task.cancelled()
+
+        assert self._run(cancel()), "a call that was cancelled returned or raised something else"
 
     def test_closing_leaves_no_process(self, make_reward: MakeReward) -> None:
         """``close`` ends every process and thread that the reward started, even a hanging one, removes the files that

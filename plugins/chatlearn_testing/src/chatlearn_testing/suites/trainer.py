@@ -20,6 +20,7 @@ from chatlearn_testing.batches import (
     reference_loss,
     sequences,
 )
+from chatlearn_testing.stress import first_seed
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.trainer_checkpoints import TrainerCheckpointsContract
 from chatlearn_testing.suites.trainer_fixtures import (
@@ -30,6 +31,7 @@ from chatlearn_testing.suites.trainer_fixtures import (
     logprobs_of,
     stream,
 )
+from chatlearn_testing.suites.trainer_promises import TrainerPromisesContract
 from chatlearn_testing.suites.trainer_steps import TrainerStepsContract
 from chatlearn_testing.suites.trainer_weights import TrainerWeightsContract
 
@@ -42,7 +44,12 @@ the stricter ``RELATIVE``.
 
 
 class TrainerConformance(
-    TrainerStepsContract, TrainerCheckpointsContract, TrainerWeightsContract, TrainerFixtures, ConformanceSuite
+    TrainerStepsContract,
+    TrainerCheckpointsContract,
+    TrainerWeightsContract,
+    TrainerPromisesContract,
+    TrainerFixtures,
+    ConformanceSuite,
 ):
     """Contract tests that every trainer must pass.
 
@@ -277,7 +284,7 @@ class TrainerConformance(
     def batch(cls, reference: torch.nn.Module) -> TrainBatch:
         """Seven sequences over the model's vocabulary."""
         with torch.no_grad():
-            return make_batch(reference(torch.zeros(1, dtype=torch.int64)).shape[-1])
+            return make_batch(reference(torch.zeros(1, dtype=torch.int64)).shape[-1], seed=first_seed(0))
 
 
 def _request(head: str, outputs: frozenset[str]) -> OutputRequest:

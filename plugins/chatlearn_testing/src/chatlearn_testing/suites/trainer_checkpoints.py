@@ -13,6 +13,7 @@ from chatlearn_core.types import TrainBatch
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.batches import MaskedPolicyLoss
 from chatlearn_testing.model_directory import copy_with_weights, read_checkpoint
+from chatlearn_testing.stress import MORE, stress_round
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.trainer_fixtures import MakeTrainer, TrainerFixtures, stream
 
@@ -36,11 +37,11 @@ class TrainerCheckpointsContract(TrainerFixtures, ConformanceSuite):
                 continue
             trainer, resumed = make_trainer(**options), make_trainer(**options)
             prepared = loss.prepare(batch)
-            for _ in range(NUM_UPDATES):
+            for _ in range(NUM_UPDATES * (MORE if stress_round() else 1)):
                 trainer.update(prepared, loss)
             trainer.save(tmp_path / case)
             resumed.load(tmp_path / case)
-            for number in range(NUM_UPDATES):
+            for number in range(NUM_UPDATES * (MORE if stress_round() else 1)):
                 expected, found = trainer.update(prepared, loss), resumed.update(prepared, loss)
                 for name in ("lr", "loss", "grad_norm"):
                     assert found[name] == expected[name], (

@@ -212,6 +212,11 @@ class KeepingLoader:
         if left is not None:
             left.close()
 
+    def close(self) -> None:
+        """Leave the groups that were joined."""
+        while self._groups:
+            self._groups.popitem()[1].close()
+
     async def load_checkpoint(self, directory: Path) -> None:
         """Record all tensors of a directory of safetensors."""
         self.called.add("load_checkpoint")
@@ -261,6 +266,7 @@ class Transport:
         self._channel: Channel = channel
         self.workspace = workspace
         self.closables: list[WeightSender | WeightReceiver] = []
+        self.loaders: list[KeepingLoader] = []
         self._count = 0
 
     def sender(self, endpoint: Endpoint) -> WeightSender:
@@ -305,6 +311,7 @@ class Transport:
         """Run one sync: offers, then sends in threads and receives on the event loop concurrently, then release."""
         senders, receivers = ends or self.ends(plan)
         kept = list(loaders) if loaders is not None else [KeepingLoader() for _ in receivers]
+        self.loaders += kept
         offers = [sender.offer(plan) for sender in senders]
         try:
             found = await asyncio.gather(
@@ -322,9 +329,11 @@ class Transport:
         return [self.sender(e) for e in plan.senders], [self.receiver(e) for e in plan.receivers]
 
     def close(self) -> None:
-        """Close every end twice, because ``close`` must be idempotent."""
+        """Close every end twice, because ``close`` must be idempotent, and then the loaders."""
         for end in self.closables * 2:
             end.close()
+        for loader in self.loaders:
+            loader.close()
 
 
 class WeightSyncFixtures(ConformanceSuite):

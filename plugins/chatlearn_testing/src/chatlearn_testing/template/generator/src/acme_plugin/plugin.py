@@ -22,6 +22,7 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             options="acme_plugin.options:AcmeOptions",
             channels=frozenset({"tensors"}),
             kv_after_sync="recomputed",
+            streaming=True,
             resumable=True,
             seeded=True,
             model_families=frozenset({"bigram"}),

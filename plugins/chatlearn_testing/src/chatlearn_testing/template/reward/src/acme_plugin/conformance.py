@@ -12,10 +12,15 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "options": {"length_budget": 20, "length_penalty": 0.125},
         "cases": (
             RewardCase("red and Blue", 1.0, ground_truth=["red", "blue"]),
-            RewardCase("red", 0.5, ground_truth=["red", "blue"]),
+            RewardCase("red", 0.5, ground_truth=["red", "blue"], components={"coverage": 0.5, "length_penalty": 0.0}),
             RewardCase("green", 0.0, ground_truth="blue"),
             RewardCase("Größe", 1.0, ground_truth="größe"),
-            RewardCase("red, blue and two more", 1.0 - 2 * 0.125, ground_truth=["red", "blue"]),
+            RewardCase(
+                "red, blue and two more",
+                1.0 - 2 * 0.125,
+                ground_truth=["red", "blue"],
+                components={"coverage": 1.0, "length_penalty": -0.25},
+            ),
             RewardCase("red", None, ground_truth=7),
         ),
     }

@@ -1,0 +1,143 @@
+"""The class of a fault, told by the contract test that is meant for it; tables of the mutation run have these rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+NUMBERS = "numbers"
+SEEDS = "seeds and draws"
+STOPPING = "stopping and lengths"
+INTERRUPTED = "abort, pause, resume"
+VERSIONS = "policy versions"
+MEMORY = "memory ownership and offload"
+PROCESS = "process state and leftovers"
+PROMISES = "promises of the record"
+CHECKPOINTS = "checkpoints and state"
+ERRORS = "errors and refusals"
+CONCURRENT = "concurrency and cancellation"
+FORM = "form and order of results"
+TRANSPORT = "bits and completeness"
+
+_TESTS: Mapping[str, str] = {
+    NUMBERS: """
+        test_near_ties_are_decided_as_asked test_greedy_equals_a_plain_forward test_logprobs_are_of_the_stated_basis
+        test_given_tokens_are_scored test_kept_ids_are_what_a_token_was_sampled_from
+        test_update_reports_the_loss_and_gradient_norm_of_a_plain_forward test_masked_tokens_teach_nothing
+        test_the_temperature_holds_for_every_output_and_the_loss test_large_gradients_are_clipped_once_by_their_norm
+        test_a_step_is_as_long_as_its_rate test_logprobs_equal_a_plain_forward test_entropy_equals_a_plain_forward
+        test_compute_leaves_no_gradient test_gradients_of_an_update_do_not_reach_the_next test_updates_descend
+        test_tokens_outside_the_mask_do_not_count test_gradients_are_those_of_the_loss test_micro_batches_add_up
+        test_order_of_samples_does_not_matter test_an_empty_micro_batch_is_a_connected_zero
+        test_compared_outputs_have_one_temperature test_advantages_follow_the_samples_not_their_order
+        test_advantages_of_a_group_need_no_other_group test_odd_rewards_give_finite_advantages
+        test_advantages_are_finite_and_fit_the_batch test_weights_are_shares test_epochs_counts_the_draws
+        test_outputs_do_not_depend_on_micro_batches test_outputs_do_not_depend_on_packing
+        test_update_does_not_depend_on_micro_batches
+        test_cases_end_as_expected
+    """,
+    SEEDS: """
+        test_draws_of_a_mixed_batch_follow_each_requests_distribution test_successive_tokens_are_drawn_independently
+        test_the_seed_alone_decides test_seeds_decide test_members_of_a_group_differ
+        test_versions_do_not_change_the_draws test_the_seed_determines_the_draws test_another_process_draws_the_same
+        test_seed_keys_are_unique test_draws_of_an_example_are_numbered_from_zero test_random_state_is_resumed
+        test_sampling_leaves_the_process_as_it_was test_the_work_of_a_trainer_leaves_the_process_as_it_was
+        test_samples_from_the_stated_distribution
+        test_a_rollout_repeats
+    """,
+    STOPPING: """
+        test_stop_strings_may_span_tokens test_the_end_of_sequence_ends_a_completion test_stop_tokens_end_a_completion
+        test_stop_strings_end_a_completion test_lengths_are_exact test_max_tokens_bounds_a_completion
+        test_text_and_stop_strings_are_of_the_completion_alone test_a_batch_has_the_size_asked_for
+        test_no_example_is_left_out test_wants_a_possible_number_of_examples
+        test_the_limit_of_turns_ends_it test_the_limit_of_tokens_ends_it
+    """,
+    INTERRUPTED: """
+        test_abort_keeps_the_tokens_so_far test_abort_ends_exactly_the_requests_named test_abort_of_all_ends_all
+        test_abort_returns_what_was_sampled test_resume_continues_an_aborted_completion
+        test_a_completion_resumes_after_any_token test_a_resumed_completion_stops_as_a_whole
+        test_resumption_with_another_basis_is_refused test_a_paused_request_goes_on_later
+        test_what_comes_while_paused_waits test_pause_and_resume_may_repeat test_a_timeout_names_the_request
+        test_a_timeout_ends_the_work test_streaming_of_a_resumed_completion_begins_after_the_prior
+        test_closing_ends_open_requests test_a_restored_sampler_continues test_samples_may_come_late
+    """,
+    VERSIONS: """
+        test_a_resumed_completion_keeps_its_versions test_a_sync_while_sampling_is_stated_token_by_token
+        test_new_weights_change_the_output test_requests_held_over_a_failed_sync_fail test_a_sync_has_a_beginning
+        test_a_loading_replica_serves_nothing test_reloading_the_same_weights_changes_nothing
+        test_an_unfinished_request_lives_through_a_sync_as_declared
+    """,
+    MEMORY: """
+        test_tensors_that_were_given_are_not_kept test_tensors_may_be_views test_offloading_keeps_the_synced_weights
+        test_an_offloaded_generator_refuses_work test_an_offloaded_generator_occupies_nothing
+        test_offloaded_parts_are_not_worked_with test_offload_and_onload_change_nothing
+        test_offloaded_parts_occupy_nothing test_what_was_sent_may_be_overwritten test_buckets_bound_the_memory
+        test_bytes_are_counted
+        test_streamed_tensors_outlive_the_step_of_the_stream test_the_row_is_read_only test_a_sample_is_read_only
+        test_samples_are_read_only test_metrics_and_configuration_are_read_only test_losses_are_values
+        test_advantages_change_nothing test_the_state_is_a_copy test_a_batch_is_read_only
+    """,
+    PROCESS: """
+        test_the_process_stays_as_it_was test_closing_leaves_nothing test_closing_leaves_no_process
+        test_nothing_is_left_behind test_an_open_sync_is_cleaned_up_by_close test_nothing_is_left
+        test_the_process_and_the_data_stay_as_they_were test_samplers_share_nothing
+        test_closing_a_trainer_leaves_nothing
+        test_the_process_and_the_prompt_stay_as_they_were
+    """,
+    PROMISES: """
+        test_tokens_are_scored_or_refused test_reach_is_what_the_record_says test_another_process_is_reached
+        test_greedy_text_goes_on_after_many_requests test_declared_channels_are_taken
+        test_declared_payloads_are_taken test_declared_payloads_are_carried test_declared_ranks_work
+        test_what_is_declared_is_there test_unknown_engine_arguments_are_refused test_flow_names_its_roles
+        test_declared_columns_are_those_of_its_rows test_is_a_format test_is_a_sampler test_is_a_reward
+        test_is_a_logger test_is_a_generator test_is_a_trainer test_other_columns_reach_the_rewards
+        test_expects_the_names_of_the_model_directory test_record_is_the_one_that_is_registered
+        test_a_replica_that_missed_a_sync_takes_it_later
+        test_is_an_environment test_only_declared_handles_are_asked
+    """,
+    CHECKPOINTS: """
+        test_several_updates_are_resumed test_a_used_directory_holds_the_last_checkpoint
+        test_a_checkpoint_of_another_model_is_refused test_save_and_load_continue_bit_identically
+        test_export_is_a_model_directory test_manifest_describes_the_stream test_state_comes_back
+        test_a_state_of_other_data_is_refused test_a_damaged_state_is_refused test_stream_and_export_follow_updates
+        test_what_is_told_of_saved_files_is_true test_a_model_is_loaded_in_place
+        test_models_are_averaged_as_they_are_loaded test_boxes_cover_every_tensor_once
+        test_weights_of_another_trainer_are_taken test_manifest_has_the_names_of_the_model_directory
+    """,
+    ERRORS: """
+        test_errors_name_the_request test_errors_name_the_sample test_weights_that_were_not_announced_are_refused
+        test_a_manifest_that_does_not_fit_is_refused test_what_is_not_finite_on_its_own_is_refused
+        test_an_update_that_fails_leaves_no_gradients test_a_closed_reward_is_not_healthy
+        test_a_loss_that_is_not_finite_is_refused
+        test_odd_samples_are_marked_not_raised test_no_samples_no_results test_a_bad_row_is_an_error_with_a_reason
+        test_odd_values_are_taken_or_refused test_missing_columns_are_taken_or_refused test_odd_metrics_are_taken
+        test_a_failing_sender_reaches_the_receivers test_a_failing_loader_fails_its_replica_only
+        test_a_silent_sender_is_a_timeout_that_names_it test_a_foreign_offer_is_refused
+        test_closing_before_setup_is_allowed test_closing_twice_is_one_closing test_release_without_send_is_fine
+        test_damaged_weights_are_loaded_as_they_are test_boxes_that_do_not_cover_a_tensor_once_are_refused
+        test_one_dataset_is_enough test_closing_twice_is_fine test_a_reference_computes_without_learning
+        test_a_lost_generator_is_not_hidden test_odd_turns_do_no_harm
+    """,
+    CONCURRENT: """
+        test_calls_may_overlap test_a_cancelled_call_leaves_it_usable test_equal_ids_get_their_own_completions
+        test_a_cancelled_request_leaves_the_others_alone test_a_slow_trainer_does_not_block_the_event_loop
+        test_the_event_loop_stays_free test_cancellation_reaches_the_caller test_streaming_is_on_the_event_loop
+        test_lists_of_every_kind_are_taken test_a_row_is_interpreted_by_itself
+        test_a_cancelled_receiver_ends_as_cancelled
+        test_concurrent_rollouts_are_independent test_a_cancelled_rollout_ends
+    """,
+    FORM: """
+        test_one_result_a_sample_in_order test_a_sample_is_judged_by_itself test_a_verdict_is_of_the_whole_sample
+        test_the_same_sample_gets_the_same_verdict test_outputs_are_those_asked_for test_metrics_are_parts
+        test_rows_become_their_examples test_examples_are_well_formed test_components_are_those_of_the_cases
+        test_outputs_are_zero_outside_the_loss_mask test_an_empty_batch_is_legal test_streaming_tells_a_prefix
+        test_a_rollout_is_the_one_that_was_ordered test_tokens_are_those_that_were_sampled test_the_loss_mask_covers_sampled_tokens
+    """,
+    TRANSPORT: """
+        test_special_values_arrive_bit_for_bit test_every_tensor_arrives_bit_for_bit test_several_ranks_and_replicas
+        test_a_stream_that_breaks_its_manifest_is_refused test_corrupted_files_are_refused
+        test_each_sync_has_a_manifest_of_its_own test_several_syncs_in_a_row test_boxes_that_leave_a_gap_are_refused
+        test_a_failed_sync_leaves_nothing_for_the_next test_tied_names_are_not_sent test_the_end_is_what_send_returns
+    """,
+}
+GROUPS: Mapping[str, str] = {test: group for group, tests in _TESTS.items() for test in tests.split()}
+"""Name of a contract test -> class."""
