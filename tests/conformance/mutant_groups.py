@@ -130,7 +130,8 @@ _TESTS: Mapping[str, str] = {
         test_the_same_sample_gets_the_same_verdict test_outputs_are_those_asked_for test_metrics_are_parts
         test_rows_become_their_examples test_examples_are_well_formed test_components_are_those_of_the_cases
         test_outputs_are_zero_outside_the_loss_mask test_an_empty_batch_is_legal test_streaming_tells_a_prefix
-        test_a_rollout_is_the_one_that_was_ordered test_tokens_are_those_that_were_sampled test_the_loss_mask_covers_sampled_tokens
+        test_a_rollout_is_the_one_that_was_ordered test_tokens_are_those_that_were_sampled
+        test_the_loss_mask_covers_sampled_tokens
     """,
     TRANSPORT: """
         test_special_values_arrive_bit_for_bit test_every_tensor_arrives_bit_for_bit test_several_ranks_and_replicas

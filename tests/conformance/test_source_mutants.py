@@ -100,7 +100,7 @@ def test_the_original_passes(kind: Kind, package: Path) -> None:
 
 
 def sample() -> Iterator[SourceMutant]:
-    """The first mutant for each contract test of a kind; ``make test-mutants`` runs all, each in a process of its own."""
+    """The first mutant for each contract test of a kind; ``make test-mutants`` runs all of them."""
     seen: set[tuple[str, str]] = set()
     for mutant in MUTANTS:
         if (mutant.kind, mutant.caught_by) not in seen and not mutant.equivalent:
