@@ -31,7 +31,8 @@ from chatlearn_core.types import (
 )
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.fakes.tokenizer import CharacterTokenizer
-from chatlearn_testing.leftovers import process_state, wait_until_empty, written_files
+from chatlearn_testing.leftovers import wait_until_empty, written_files
+from chatlearn_testing.process_state import process_state
 from chatlearn_testing.processes import descendants
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 
