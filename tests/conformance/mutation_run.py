@@ -305,6 +305,11 @@ def document(outcomes: Sequence[Outcome], mutants: Sequence[SourceMutant], facts
         f" {facts['processes']} processes; {', '.join(f'{n} {v}' for n, v in facts['versions'].items())}.",
         "",
     ]
+    known = {outcome.id for outcome in outcomes}
+    if missing := [f"- `{m.id}`" for m in mutants if m.id not in known]:
+        lines += ["## Not in this record", *missing, ""]
+    if failed := [f"- `{o.id}`: {o.by}" for o in outcomes if o.verdict == "failed"]:
+        lines += ["## Unedited packages that did not pass", *failed, ""]
     if explained:
         lines += ["## Explained", *explained, ""]
     if survivors:

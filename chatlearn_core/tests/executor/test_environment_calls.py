@@ -11,6 +11,7 @@ import pytest
 from chatlearn_core.exceptions import ContractError
 from chatlearn_core.executor.environment_calls import rollout
 from chatlearn_core.executor.rollout_producer import make_requests
+from chatlearn_core.plugins.records import EnvironmentSpec
 from chatlearn_core.protocols import GenerateFor, PlainData, RolloutContext, RolloutOrder
 from chatlearn_core.types import (
     Completion,
@@ -64,8 +65,16 @@ class Rewarding:
 async def test_rewards_of_turns_and_sequences_stand_beside_the_rollouts() -> None:
     [request] = make_requests([ExampleDraw(Prompt("p", np.array([1, 2]), "?"), 0, "p@0")], 1, SamplingParams(4), seed=0)
     environment = Rewarding()
+    role = SimpleNamespace(
+        name="game",
+        kind="environment",
+        backend=SimpleNamespace(record=EnvironmentSpec(name="game", factory="fake:Game", options="fake:Options")),
+        uses={"policy": "generator"},
+        timeout_s=30.0,
+        max_turns=None,
+    )
     call: Any = SimpleNamespace(
-        role=SimpleNamespace(uses={"policy": "generator"}, timeout_s=30.0, max_turns=None),
+        plan=SimpleNamespace(roles={"game": role}),
         node=SimpleNamespace(arguments={}, role="game"),
         max_length=64,
         source=Source(),

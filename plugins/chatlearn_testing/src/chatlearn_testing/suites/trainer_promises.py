@@ -51,10 +51,10 @@ class TrainerPromisesContract(TrainerFixtures, ConformanceSuite):
         if record.max_ranks == 1:
             assert not record.parallel, f"declares max_ranks=1 and the dimensions {sorted(record.parallel)}"
             assert not record.reshards, "declares max_ranks=1 and reshards: there is no other number of ranks"
-        payloads = getattr(self.make_options(), "payloads", record.payloads)
-        if "adapter" not in payloads:
+        adapted: dict[str, Any] = {"lora": {}} if "lora" in fields else {}  # adapters may be a setting
+        if "adapter" not in getattr(self.make_options(**adapted), "payloads", record.payloads):
             return
-        trainer = make_trainer(**({"lora": {}} if "lora" in fields else {}))
+        trainer = make_trainer(**adapted)
         manifest = trainer.manifest("adapter")
         assert manifest is not None, "rank 0 returns the manifest of the adapters"
         streamed = {shard.name: tuple(shard.global_shape) for shard in trainer.weights(payload="adapter")}
