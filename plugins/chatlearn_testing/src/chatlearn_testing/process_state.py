@@ -45,6 +45,19 @@ END_S = 5.0
 RANDOM_STATES = frozenset(f"the random state of {name}" for name in ("Python", "numpy", "torch"))
 TORCH_RANDOM_STATE = "the random state of torch"
 FUNCTIONS = "patched functions"
+ENGINES_CHANGE = frozenset(
+    {
+        FUNCTIONS,
+        "the environment",
+        "the search path of modules (sys.path)",
+        "the signal handlers",
+        "the level of logging",
+        "torch's recording of gradients",
+        "torch's number of threads",
+        "the garbage collector",
+    }
+)
+"""What third-party engines (``requires`` of a record) change as they are imported or start."""
 _OTHERS_VARIABLES = frozenset({"PYTEST_CURRENT_TEST", "CHATLEARN_TEST_MARK", "TORCHINDUCTOR_CACHE_DIR"})
 """Set by pytest, by a test around this one, and by torch when its compiler is first loaded."""
 _SHARED_MODULES: tuple[ModuleType, ...] = (

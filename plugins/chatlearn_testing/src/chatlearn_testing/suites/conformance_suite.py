@@ -19,7 +19,7 @@ from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.requirements import installed_where
 from chatlearn_testing.guard import suite_violations
 from chatlearn_testing.leftovers import written_files
-from chatlearn_testing.process_state import RANDOM_STATES, ProcessWatch, StateWatch
+from chatlearn_testing.process_state import ENGINES_CHANGE, RANDOM_STATES, ProcessWatch, StateWatch
 
 ReferenceLoader = Callable[[Path], torch.nn.Module]
 """Function that loads a model directory as a plain module with code that is not under test. The module computes
@@ -92,6 +92,11 @@ class ConformanceSuite:
     shares_backends: ClassVar[bool] = False
     """Whether tests share a backend, whose threads then outlive a test."""
 
+    @classmethod
+    def ignored_state(cls) -> frozenset[str]:
+        """State of the process that may change: engines set variables, search paths and handlers when they start."""
+        return cls.may_change | (ENGINES_CHANGE if cls.record().requires else frozenset())
+
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def _the_suite_leaves_nothing(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -100,7 +105,7 @@ class ConformanceSuite:
         A backend may change random states as it is set up, and what only the first import of an engine changes.
         """
         installed_plugins()  # discovery notes in the environment what it tried
-        watch = ProcessWatch(ignored=RANDOM_STATES | cls.may_change)
+        watch = ProcessWatch(ignored=RANDOM_STATES | cls.ignored_state())
         with written_files() as written:
             yield
         gc.collect()  # errors of failed syncs hold their ends in cycles
@@ -119,7 +124,7 @@ class ConformanceSuite:
         Seeds: use a generator of your own. Environment, working directory, handlers, search path, limits, levels,
         functions of the standard library: they belong to the run and to the other plugins beside yours.
         """
-        watch = StateWatch(ignored=self.may_change)
+        watch = StateWatch(ignored=self.ignored_state())
         yield
         changed = watch.changed_state()
         assert not changed, f"changed for all code of the process: {'; '.join(changed)}"

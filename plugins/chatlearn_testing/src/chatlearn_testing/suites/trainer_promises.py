@@ -164,7 +164,7 @@ class TrainerPromisesContract(TrainerFixtures, ConformanceSuite):
     ) -> None:
         """``close`` ends every thread and process that the trainer started, before or after it worked."""
         make_trainer()  # what only a first trainer does
-        watch, children = StateWatch(ignored=self.may_change), set(descendants(os.getpid()))
+        watch, children = StateWatch(ignored=self.ignored_state()), set(descendants(os.getpid()))
         for works in (False, True):
             trainer, loss = make_trainer(), MaskedPolicyLoss()
             if works:
