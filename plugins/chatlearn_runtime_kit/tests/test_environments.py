@@ -13,6 +13,7 @@ from chatlearn_core.exceptions import ContractError, TurnLimitError
 from chatlearn_core.executor.environment_calls import rollout
 from chatlearn_core.executor.rollout_producer import make_requests
 from chatlearn_core.executor.sample_metrics import exclusion_metrics
+from chatlearn_core.plugins.records import EnvironmentSpec
 from chatlearn_core.protocols import PlainData, RolloutContext, RolloutOrder
 from chatlearn_core.types import (
     Completion,
@@ -114,8 +115,17 @@ def _call(environments: LocalEnvironments) -> Any:
             return await generate(role, request.generate_request)
 
     uses = {"policy": "generator", "user": "speaker"}
+    record = EnvironmentSpec(name="game", factory="fake:Game", options="fake:Options", uses=("policy", "user"))
+    role = SimpleNamespace(
+        name="game",
+        kind="environment",
+        backend=SimpleNamespace(record=record),
+        uses=uses,
+        timeout_s=30.0,
+        max_turns=2,
+    )
     return SimpleNamespace(
-        role=SimpleNamespace(uses=uses, timeout_s=30.0, max_turns=2),
+        plan=SimpleNamespace(roles={"game": role}),
         node=SimpleNamespace(arguments={}, role="game"),
         max_length=64,
         source=Source(),

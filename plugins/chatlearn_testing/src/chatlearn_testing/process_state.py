@@ -58,8 +58,10 @@ ENGINES_CHANGE = frozenset(
     }
 )
 """What third-party engines (``requires`` of a record) change as they are imported or start."""
-_OTHERS_VARIABLES = frozenset({"PYTEST_CURRENT_TEST", "CHATLEARN_TEST_MARK", "TORCHINDUCTOR_CACHE_DIR"})
-"""Set by pytest, by a test around this one, and by torch when its compiler is first loaded."""
+_OTHERS_VARIABLES = frozenset(
+    {"CHATLEARN_PLUGINS_TRIED", "CHATLEARN_TEST_MARK", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+)
+"""Set by the discovery of plugins, by a test around this one, by pytest, and by torch as it loads its compiler."""
 _SHARED_MODULES: tuple[ModuleType, ...] = (
     asyncio,
     builtins,
@@ -171,6 +173,8 @@ class StateWatch:
 class ProcessWatch(StateWatch):
     """Compares processes, ports and shared memory, too, which costs about 30 ms."""
 
+    watches_ports: bool = True
+    """False for engines whose process groups keep listening until the process ends."""
     _children: frozenset[int] = field(default_factory=lambda: frozenset(descendants(os.getpid())))
     _ports: frozenset[int] = field(default_factory=lambda: frozenset(tcp_ports(os.getpid())))
     _memory: frozenset[str] = field(default_factory=shared_memory)
@@ -184,7 +188,8 @@ class ProcessWatch(StateWatch):
         found = self._threads_left()
         started = {pid: command(pid) for pid in set(descendants(os.getpid())) - self._children}
         found += [f"process {pid}: {line}" for pid, line in started.items() if not outlives_tests(line)]
-        found += [f"port {port}, listening" for port in tcp_ports(os.getpid()) - self._ports]
+        if self.watches_ports:
+            found += [f"port {port}, listening" for port in tcp_ports(os.getpid()) - self._ports]
         held = _shared_memory_of_this_process() - self._own_memory
         new = {name for name in shared_memory() - self._memory - held if name.startswith(MEMORY_NAMES)}
         lost = unheld(frozenset(new), besides=os.getpid())
