@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,9 +13,12 @@ from chatlearn_sglang.conformance import PYTHON_VARIABLE
 from chatlearn_testing.suites import GeneratorConformance
 
 
-@pytest.fixture(scope="module")
-def model_directory(model_dir: Callable[..., Path], sglang_python: str, share_engines: None) -> Path:
-    return model_dir()
+@pytest.fixture(scope="class")
+def model_directory(
+    model_dir: Callable[..., Path], sglang_python: str, share_engines: None, leased_engines: Any
+) -> Iterator[Path]:
+    yield model_dir()
+    leased_engines.close_all()  # the suite looks for what it leaves
 
 
 @pytest.mark.engine

@@ -133,7 +133,7 @@ class PendingRequest:
     def report(self, generator: str, start: int, token_ids: Sequence[int]) -> bool:
         """Pass new tokens to ``on_tokens``. Returns whether the request continues.
 
-        If the callback raises, the request fails.
+        If the callback raises, the request fails. Tokens of a request that has failed or timed out are not passed on.
 
         Args:
             generator: name for the message.
@@ -142,6 +142,8 @@ class PendingRequest:
         """
         if self.on_tokens is None or not token_ids:
             return True
+        if self.future.done():
+            return False
         try:
             self.on_tokens(start, list(token_ids))
         except Exception as error:

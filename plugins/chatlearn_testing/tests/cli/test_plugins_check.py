@@ -139,7 +139,7 @@ def test_a_result_file_of_unknown_format_is_refused(tmp_path: Path) -> None:
 def test_what_does_not_apply_is_shown_with_the_reason(written) -> None:
     written("zed-generator", "generator")
     _, output = check("zed-generator")
-    assert "generator zed: test_streaming_tells_a_prefix: the record does not declare 'streaming'" in output
+    assert "generator zed: test_given_tokens_are_scored[1.0]: the record does not declare 'scores'" in output
 
 
 def test_a_broken_plugin_fails_and_the_contract_is_named(written) -> None:
