@@ -65,6 +65,7 @@ class FakeProcess:
             "text": "x" * count,
             "spans": [(0, count, 0)],
             "num_cached_tokens": 0,
+            "kept": [],
         } | fields
 
     def close(self, grace_s: float = 10.0) -> None:

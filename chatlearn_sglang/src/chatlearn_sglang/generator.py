@@ -296,15 +296,14 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
                 pending.sampling(),
                 on_event=None if pending.on_tokens is None else lambda tokens: self._on_event(pending, tokens),
             )
+            if pending.report_all(self.name):
+                self._answer(pending, reply)
         except BackendError as error:
             self._notice_loss()  # fails all pending requests
             reason = error.text if isinstance(error, HostedCallError) else str(error)
             self._fail(pending, reason, error)
         except Exception as error:
             self._fail(pending, f"{type(error).__name__}: {error}", error)
-        else:
-            if pending.report_all(self.name):
-                self._answer(pending, reply)
 
     def _answer(self, pending: SGLangRequest, reply: Mapping[str, Any]) -> None:
         finish = reply["finish"]

@@ -24,11 +24,11 @@ from chatlearn_testing.process_state import ProcessWatch, StateWatch
 
 @contextmanager
 def handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGUSR1, before)
 
 
 CHANGES: dict[str, tuple[Callable[[], object], Callable[[], object], str]] = {
@@ -64,7 +64,7 @@ def test_changed_state_is_named(name: str) -> None:
 def test_patched_functions_and_handlers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = StateWatch()
     with handler():
-        assert watch.changed_state() == ["the signal handlers: SIGHUP"]
+        assert watch.changed_state() == ["the signal handlers: SIGUSR1"]
     monkeypatch.setattr(json, "loads", lambda text: text)
     assert watch.changed_state() == ["patched functions: json.loads"]
 

@@ -26,7 +26,8 @@ def make(*replies: str, ground_truth: object = 7) -> Rollout:
     ids = tokenizer.encode("Guess.", add_special_tokens=False)
     prompt = Prompt("p", ids, "Guess.", ground_truth=ground_truth)
     order = RolloutOrder("p@0#0", "p@0", prompt, SamplingParams(16), 0, 200, 60.0)
-    environment = AcmeEnvironment(AcmeOptions(), RoleContext("acme"))
+    options = AcmeOptions()
+    environment = AcmeEnvironment(options, RoleContext("environment"))
     policy = ScriptedPolicy(tokenizer, replies)
     return asyncio.run(environment.rollout(prompt, RolloutContext(order, tokenizer, policy)))
 
