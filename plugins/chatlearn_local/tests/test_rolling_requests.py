@@ -65,7 +65,7 @@ class Stand:
     def __init__(self, model: Path, fleet_rule: Any, max_loading: int, tmp_path: Path) -> None:
         self.given: list[tuple[int, str, tuple[str, ...], int]] = []
         """(replica, request, state of every replica then, its version then)"""
-        source = ModelSource(str(model), str(model))
+        source = ModelSource(str(model), str(model), max_length=2000)
         self.executor = SerialExecutor("trainer", 30.0)
         self.trainer = FakeTrainer(FakeTrainerOptions(), RoleContext("trainer", source))
         self.trainer.setup()
@@ -184,7 +184,7 @@ async def test_only_requests_of_the_replicas_that_load_are_interrupted(
     stand: Stand = await make_stand(fleet_rule)
     replicas: Any = stand.fleet.replicas
     stand.fleet.at_sync = at_sync
-    endless = SamplingParams(60, ignore_eos=True)
+    endless = SamplingParams(1500, ignore_eos=True)  # longer than the syncs of three replicas
     asked = [GenerateRequest(f"{index}", np.array([1]), endless) for index in range(2 * NUM_REPLICAS)]
     tasks = [asyncio.create_task(stand.fleet.generate(one, index % NUM_REPLICAS)) for index, one in enumerate(asked)]
     for _ in range(5):
