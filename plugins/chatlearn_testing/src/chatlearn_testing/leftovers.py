@@ -88,7 +88,18 @@ _watching: list[set[str]] = []
 """Sets that collect the files opened for writing; an audit hook cannot be removed, so one hook fills them all."""
 _hooked = False
 _WRITES = os.O_WRONLY | os.O_RDWR
-_NO_LEFTOVERS = ("/__pycache__/", "/.pytest_cache/", "/.cache/", "/.coverage", "/dev/null", "/dev/tty", "/proc/")
+_NO_LEFTOVERS = (
+    "/__pycache__/",
+    "/.pytest_cache/",
+    "/.cache/",
+    "/.coverage",
+    "/torchinductor_",
+    "/.triton/",
+    "/dev/null",
+    "/dev/tty",
+    "/proc/",
+)
+"""Parts of the paths of caches, which outlive processes on purpose, and of devices."""
 
 
 @contextmanager
