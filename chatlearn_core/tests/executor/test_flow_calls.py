@@ -485,7 +485,7 @@ async def test_a_reward_that_failed_keeps_its_sample_from_functions_and_turns() 
         async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
             found = await super().score(samples)
             return [
-                RewardResult(None, error="no verdict") if sample.id.endswith("#1") else result
+                RewardResult(None, error=f"sample {sample.id!r}: no verdict") if sample.id.endswith("#1") else result
                 for sample, result in zip(samples, found, strict=True)
             ]
 

@@ -110,8 +110,8 @@ def test_nonsense_is_a_counted_exclusion(make_sample: Any) -> None:
     replies = {"a": chat_completion("who knows"), "b": chat_completion(None), "c": HttpReply({"choices": []})}
     with FakeHttpServer(lambda body, number: replies[body["messages"][0]["content"]]) as server:
         results = judged(server, [make_sample(text) for text in "abc"], template="{completion}")
-    assert results[0].error == "the judge gave no verdict, but 'who knows'"
-    assert results[1].error == "the judge gave no verdict, but ''"
+    assert results[0].error == "sample 'p0@0#0': the judge gave no verdict, but 'who knows'"
+    assert results[1].error == "sample 'p0@0#0': the judge gave no verdict, but ''"
     assert "has no text at choices[0].message.content" in (results[2].error or "")
     assert len(server.requests) == 6
 

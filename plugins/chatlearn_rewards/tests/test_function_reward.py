@@ -68,7 +68,8 @@ async def test_a_wrong_count_marks_its_call_only(function, make_sample):
     )
     results = await reward.score([make_sample(t) for t in ("ok", "bad", "ok", "ok")])
     assert [r.value for r in results] == [None, None, 1.0, 1.0]
-    assert results[0].error == results[1].error == "the function returned 3 scores for 2 samples"
+    said = "sample 'p0@0#0': the function returned 3 scores for 2 samples"
+    assert results[0].error == results[1].error == said, "all samples here have one id"
 
 
 async def test_every_way_to_fail_marks_that_sample_and_no_other(function, make_sample):

@@ -100,7 +100,7 @@ def test_nonsense_is_asked_again_warmer_and_with_another_seed(make_sample: Any) 
 def test_what_stays_nonsense_is_excluded_or_has_the_value_that_is_set(make_sample: Any) -> None:
     handle = ScriptedHandle(lambda prompt, sampling: "who knows")
     [result] = judged(handle, [make_sample("a")], retries=2)
-    assert result.error == "the judge gave no verdict, but 'who knows'"
+    assert result.error == "sample 'p0@0#0': the judge gave no verdict, but 'who knows'"
     assert len(handle.asked) == 3
     [result] = judged(handle, [make_sample("a")], nonsense_value=-1.0)
     assert result == RewardResult(-1.0, {"votes": 0.0, UNGRADED: 1.0})
@@ -117,7 +117,7 @@ def test_a_request_that_fails_is_made_again_and_is_never_a_value(make_sample: An
     assert judged(ScriptedHandle(answer), [make_sample("a")])[0].value == 2.0
     failures += [BackendError("out of memory")] * 2
     [result] = judged(ScriptedHandle(answer), [make_sample("a")], nonsense_value=0.0)
-    assert result.error == "the judge did not answer: out of memory"
+    assert result.error == "sample 'p0@0#0': the judge did not answer: out of memory"
 
 
 def test_a_judge_that_is_lost_ends_the_run(make_sample: Any) -> None:

@@ -88,9 +88,8 @@ def test_what_cannot_be_shown_is_an_error_of_its_sample(make_sample: Any) -> Non
     assert "20001 tokens, and role 'scripted' takes 20000" in (results[0].error or "")
     assert results[1].value == 1.0
     short.token_ids = np.array([9, 9, 9])
-    assert (
-        scored(ScriptedHandle(scores=lambda ids: math.nan), [short])[0].error == "the score of role 'scripted' is nan"
-    )
+    [result] = scored(ScriptedHandle(scores=lambda ids: math.nan), [short])
+    assert result.error == "sample 'p0@0#0': the score of role 'scripted' is nan"
 
 
 def test_a_question_is_for_generators(make_sample: Any) -> None:

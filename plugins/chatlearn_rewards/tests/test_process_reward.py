@@ -162,7 +162,7 @@ def test_stops_outside_the_text_are_refused(stops: list[int]) -> None:
 
 def test_too_many_steps_and_a_missing_tokenizer_are_said() -> None:
     [result, fine] = scored([sampled("a\n" * 5), sampled("1 + 1 = 2", index=1)], max_steps=4)
-    assert result.error == "it has 5 steps, more than max_steps, 4"
+    assert result.error == "sample 'p@0#0': it has 5 steps, more than max_steps, 4"
     assert fine.error is None
     with pytest.raises(DataError, match="needs the tokenizer of the run's model"):
         scored([], RoleContext("reward"))
@@ -188,7 +188,7 @@ def test_a_reward_model_scores_each_prefix_in_a_call_a_group() -> None:
     )
     assert result.value == 0.5
     [result] = scored([sampled("so")], context(model=ScriptedHandle(scores=lambda ids: float("nan"))), rule="model")
-    assert result.error == "the score of step 0 by role 'scripted' is nan"
+    assert result.error == "sample 'p@0#0': the score of step 0 by role 'scripted' is nan"
 
 
 @pytest.mark.engine

@@ -162,7 +162,8 @@ async def judge(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
             if call.node.given_name is None:
                 one.reward = result
             if result.error is not None and one.exclusion is None:
-                one.exclusion = f"reward failed: {result.error}"
+                cause = result.error.replace(f"sample {sample.id!r}: ", "")  # equal causes are counted together
+                one.exclusion = f"reward failed: {cause}"
 
 
 async def compute(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:

@@ -46,7 +46,7 @@ class CodeReward(PooledReward):
         self._options = options
         self._role = context.role
 
-    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+    async def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Components: ``accuracy`` is 1 if every test passed, ``tests_passed`` the share of them, and each verdict but
         ``passed`` is 1 where it is the sample's: that of the first test that failed.
         """

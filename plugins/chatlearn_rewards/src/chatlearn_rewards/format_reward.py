@@ -19,7 +19,7 @@ class FormatReward(PooledReward):
         super().__init__("format", Task("chatlearn_rewards.format_matching:build_matcher", arguments), options, context)
         self._options = options
 
-    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+    async def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Component ``format`` is 1 or 0."""
         return [self._result(outcome) for outcome in await self._pool.run([s.text for s in samples])]
 

@@ -33,7 +33,7 @@ class FunctionReward(PooledReward):
         self._options = options
         self._tokens = StepTokens(context.load_tokenizer, f"reward 'function' of role {context.role!r}")
 
-    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+    async def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Components are the other numbers of a returned dict; ``steps``, (end, reward) of each, become
         rewards of tokens; None from the function is the error "no score".
         """

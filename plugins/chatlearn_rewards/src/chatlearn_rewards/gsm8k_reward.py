@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from chatlearn_core.protocols import MemoryPart, RoleContext
+from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import RewardResult, Sample
+from chatlearn_rewards.inline_reward import InlineReward
 from chatlearn_rewards.options import Gsm8kOptions
 
 MARKER = "####"
@@ -41,33 +41,14 @@ MAX_DIGITS = 100
 """A longer run of digits is not an answer, and computing with it would be slow."""
 
 
-class Gsm8kReward:
-    """Pure and fast, so it runs in the caller's process."""
+class Gsm8kReward(InlineReward):
+    """``accuracy`` is 1 or 0; a ground truth without a number is an error that names the prompt."""
 
     def __init__(self, options: Gsm8kOptions, context: RoleContext) -> None:
         self._options = options
         self._role = context.role
 
-    def setup(self) -> None:
-        """Nothing to start."""
-
-    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """``accuracy`` is 1 or 0; a ground truth without a number is an error that names the prompt."""
-        return [self._judge(sample) for sample in samples]
-
-    def health(self) -> str | None:
-        return None
-
-    def offload(self, parts: Collection[MemoryPart]) -> None:
-        """Nothing is on a device."""
-
-    def onload(self, parts: Collection[MemoryPart]) -> None:
-        """Nothing is on a device."""
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-    def _judge(self, sample: Sample) -> RewardResult:
+    def judge(self, sample: Sample) -> RewardResult:
         truth = true_number(sample.prompt.ground_truth)
         if truth is None:
             text = (

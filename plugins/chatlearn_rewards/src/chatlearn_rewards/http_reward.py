@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from chatlearn_core.exceptions import DataError
-from chatlearn_core.protocols import MemoryPart, RoleContext
+from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import RewardResult, Sample
 from chatlearn_rewards.completion_steps import StepTokens
 from chatlearn_rewards.http_endpoint import EndpointFailedError, HttpEndpoint
 from chatlearn_rewards.http_options import SAMPLES, HttpOptions
 from chatlearn_rewards.http_scores import Scored, UnusableResponseError, read_scores, sample_row
 from chatlearn_rewards.request_batcher import RequestBatcher
+from chatlearn_rewards.reward_role import RewardRole
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -28,7 +29,7 @@ class _Row:
     """Reading of ``time.monotonic()``."""
 
 
-class HttpReward:
+class HttpReward(RewardRole):
     """Posts samples to a server and takes its scores.
 
     A request that fails for all its samples, or a response that does not fit its request, is followed by a request for
@@ -54,21 +55,13 @@ class HttpReward:
     def setup(self) -> None:
         """Start the connections' thread; nothing is sent."""
         self._endpoint.start()
-
-    def health(self) -> str | None:
-        """Healthy: what can fail is the server."""
-        return None
-
-    def offload(self, parts: Collection[MemoryPart]) -> None:
-        """Nothing is on a device."""
-
-    def onload(self, parts: Collection[MemoryPart]) -> None:
-        """Nothing is on a device."""
+        super().setup()
 
     def close(self) -> None:
+        super().close()
         self._endpoint.close()
 
-    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+    async def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """The server's scores; its metrics are components.
 
         Raises:

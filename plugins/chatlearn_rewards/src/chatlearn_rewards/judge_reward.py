@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from chatlearn_core.exceptions import BackendError, ConfigError, DataError, RoleLostError
-from chatlearn_core.protocols import MemoryPart, RoleContext
+from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import UNGRADED, RewardResult, Sample, SamplingParams
 from chatlearn_core.types.keyed_seed import keyed_seed
 from chatlearn_rewards.answer_cache import AnswerCache, DiskCache, MemoryCache, NoCache
@@ -18,6 +18,7 @@ from chatlearn_rewards.http_endpoint import EndpointFailedError
 from chatlearn_rewards.judge_model import GeneratorJudge, JudgeModel, Message
 from chatlearn_rewards.judge_options import JudgeOptions
 from chatlearn_rewards.question import fill
+from chatlearn_rewards.reward_role import RewardRole
 from chatlearn_rewards.verdict import VerdictReader
 
 _SHOWN = 200
@@ -34,7 +35,7 @@ class _Vote:
     """Whether the judge answered at all."""
 
 
-class JudgeReward:
+class JudgeReward(RewardRole):
     """Requests a verdict on each sample from a judge.
 
     Seeds and cache are keyed by the content of the question, so a sample's reward depends neither on timing nor on the
@@ -78,22 +79,14 @@ class JudgeReward:
             self._cache = DiskCache(options.cache_path)
         elif options.cache == "memory" and self._judge.is_fixed:
             self._cache = MemoryCache(options.cache_entries)
-
-    def health(self) -> str | None:
-        """Return None: only the judge can fail."""
-        return None
-
-    def offload(self, parts: Collection[MemoryPart]) -> None:
-        """Nothing is on a device."""
-
-    def onload(self, parts: Collection[MemoryPart]) -> None:
-        """Nothing is on a device."""
+        super().setup()
 
     def close(self) -> None:
+        super().close()
         self._judge.close()
         self._cache.close()
 
-    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+    async def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """The combined verdicts; components ``votes`` (number of answers with a verdict), and ``ungraded`` where the
         judge gave none and ``nonsense_value`` is set.
 

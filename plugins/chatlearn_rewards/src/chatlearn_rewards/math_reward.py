@@ -22,7 +22,7 @@ class MathReward(PooledReward):
         self._options = options
         self._role = context.role
 
-    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+    async def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """``accuracy`` is 1 or 0; a row without a ground truth is an error that names the prompt."""
         results: list[RewardResult] = []
         judged: list[int] = []

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from chatlearn_core.exceptions import ConfigError, DataError
-from chatlearn_core.protocols import MemoryPart, RoleContext
+from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import OutputRequest, RewardResult, Sample, TokenIds, pack_samples
 from chatlearn_rewards.model_options import ModelOptions
 from chatlearn_rewards.question import fill
+from chatlearn_rewards.reward_role import RewardRole
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,7 +26,7 @@ class _Shown:
     completion_ids: TokenIds
 
 
-class ModelReward:
+class ModelReward(RewardRole):
     """The score of a trainer role with head ``reward``, or a score from a generator role's logprobs.
 
     A group is scored as soon as it is complete, while other groups are still sampled. Each group is one call, so the
@@ -55,21 +56,9 @@ class ModelReward:
             )
         if not self._options.token_ids:
             _ = self._model.renderer
+        super().setup()
 
-    def health(self) -> str | None:
-        """Return None: only the model can fail."""
-        return None
-
-    def offload(self, parts: Collection[MemoryPart]) -> None:
-        """Nothing of its own is on a device."""
-
-    def onload(self, parts: Collection[MemoryPart]) -> None:
-        """Nothing of its own is on a device."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
-
-    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+    async def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """The component ``score`` is the model's number, before the options ``transform`` to ``clip`` change it.
 
         Raises:

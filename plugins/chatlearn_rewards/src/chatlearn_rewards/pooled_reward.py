@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from chatlearn_core.protocols import MemoryPart, RoleContext
+from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import RewardResult
 from chatlearn_rewards.options import PoolOptions
 from chatlearn_rewards.process_pool import Outcome, ProcessPool, Task
+from chatlearn_rewards.reward_role import RewardRole
 
 
-class PooledReward:
+class PooledReward(RewardRole):
     """Owns a process pool from ``setup`` to ``close``; a subclass defines the task of its workers."""
 
     def __init__(self, name: str, task: Task, options: PoolOptions, context: RoleContext) -> None:
@@ -34,12 +35,6 @@ class PooledReward:
 
     def health(self) -> str | None:
         return self._pool.health()
-
-    def offload(self, parts: Collection[MemoryPart]) -> None:
-        """Nothing is on a device."""
-
-    def onload(self, parts: Collection[MemoryPart]) -> None:
-        """Nothing is on a device."""
 
     def close(self) -> None:
         self._pool.close()

@@ -23,7 +23,7 @@ class FuzzyMatchReward(PooledReward):
         self._options = options
         self._role = context.role
 
-    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+    async def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Component ``similarity``; the reward is 0 if it is below ``threshold``."""
         results: list[RewardResult] = []
         judged: list[int] = []
@@ -62,7 +62,7 @@ class JsonSchemaReward(PooledReward):
         self._options = options
         self._role = context.role
 
-    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+    async def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Components ``json`` and ``accuracy`` are 1 or 0: whether it is JSON, and whether the schema allows it."""
         results: list[RewardResult] = []
         judged: list[int] = []

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 import numpy as np
 
 from chatlearn_core.exceptions import ConfigError, DataError
-from chatlearn_core.protocols import MemoryPart, RoleContext
+from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import OutputRequest, RewardResult, Sample, pack_samples
 from chatlearn_rewards.arithmetic import equations_hold
 from chatlearn_rewards.completion_steps import StepTokens, split_steps
 from chatlearn_rewards.process_options import ProcessOptions
+from chatlearn_rewards.reward_role import RewardRole
 
 Span = tuple[int, int]
 """Start and stop of a step in the text of a completion, characters."""
 
 
-class ProcessReward:
+class ProcessReward(RewardRole):
     """Splits completions into steps and rewards each, by a rule or a reward model.
 
     A reward model is causal, so its score of the tokens up to the end of a step is what a head at every token would
@@ -41,21 +42,9 @@ class ProcessReward:
         """Load the tokenizer where rewards go to tokens."""
         if self._options.give == "steps" or self._model is not None:
             self._tokens.load()
+        super().setup()
 
-    def health(self) -> str | None:
-        """Healthy: what can fail is the model."""
-        return None
-
-    def offload(self, parts: Collection[MemoryPart]) -> None:
-        """Nothing of its own is on a device."""
-
-    def onload(self, parts: Collection[MemoryPart]) -> None:
-        """Nothing of its own is on a device."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+    async def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Components ``steps`` (how many are rewarded) and ``step_mean`` (mean reward, 0 without a step).
 
         Raises:
