@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import rich.style  # noqa: F401  # draws a random number when it is first imported, whoever does that
 import torch
 
 from chatlearn_testing.leftovers import (
