@@ -32,22 +32,12 @@ from machine import installed_version, machine_facts
 
 from chatlearn_data import arithmetic
 from chatlearn_data.output import write_records
-from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
+from chatlearn_hf.tiny import TOOLS_TEMPLATE, build_tiny_model, build_tiny_tokenizer
 
 AIM = 0.1
 CALLING_SHARE = 0.3
 """Demonstrations that call the calculator; the others answer from memory."""
 SFT_STEPS, SFT_BATCH, NUM_TRAIN = 300, 24, 2000
-TEMPLATE = (
-    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
-    "{% for call in message.tool_calls or [] %}{{ '<tool_call>\n' }}"
-    '{{ \'{"name": "\' + call.function.name + \'", "arguments": \' }}{{ call.function.arguments | tojson }}'
-    "{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""ChatML with tools in the manner of Qwen2.5."""
 
 
 def correction(seed: int, directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -106,7 +96,7 @@ def agent_warm_start(directory: Path) -> None:
     splits = arithmetic.split_problems(arithmetic.problems(["add"]), validation=0, heldout=learning.NUM_HELDOUT, seed=0)
     rows = list(demonstrations(splits.train, tool_schema()))
     tokenizer = build_tiny_tokenizer(384, [text for row in rows for text in texts(row)], extra_tokens=[*"0123456789"])
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = TOOLS_TEMPLATE
     build_tiny_model(
         place / "start",
         tokenizer=tokenizer,

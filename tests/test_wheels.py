@@ -150,7 +150,8 @@ def test_the_core_alone_lists_its_own_plugins_and_then_what_is_added(wheels: dic
     environment = tmp_path / "venv"
     venv.create(environment, with_pip=False, symlinks=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)}))
-    unpack(wheels["chatlearn-core"], site)
+    for name in ("chatlearn-core", "chatlearn-trial"):
+        unpack(wheels[name], site)
     # Third-party libraries come from here; what is installed editable stays out, since .pth files in a folder that a
     # .pth file names are not read, and our own metadata is hidden by name.
     borrowed = tmp_path / "borrowed"

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 
 from chatlearn_core.exceptions import BackendError, ConfigError, HostedCallError
-from chatlearn_core.protocols.generator import OnTokens
 from chatlearn_core.protocols.lifecycle import MemoryPart, RoleContext
-from chatlearn_core.types import Completion, GenerateRequest, LogprobBasis
 from chatlearn_generator_kit.engine_arguments import refused
 from chatlearn_generator_kit.pending_request import EngineRequest
 from chatlearn_generator_kit.replica import CLOSED, GeneratorReplica
@@ -89,7 +87,7 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
 
     def __init__(self, options: SGLangGeneratorOptions, context: RoleContext) -> None:
         """Check the engine arguments. Raises: ConfigError: an argument is refused, or no interpreter has SGLang."""
-        super().__init__("sglang", context)
+        super().__init__("sglang", context, SGLangRequest)
         check_arguments(context.role, context.engine_arguments, cpu=context.device == "cpu")
         self._options = options
         self._python = interpreter(options, context.role)
@@ -223,16 +221,6 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
         """See ``Generator``."""
         assert self._loader is not None, "setup has not run"
         return self._loader
-
-    def _new_request(
-        self,
-        number: int,
-        request: GenerateRequest,
-        basis: LogprobBasis,
-        future: asyncio.Future[Completion],
-        on_tokens: OnTokens | None,
-    ) -> SGLangRequest:
-        return SGLangRequest(number, request, basis, future, on_tokens)
 
     def _submit_inbox(self) -> None:
         for pending in self._take_inbox():

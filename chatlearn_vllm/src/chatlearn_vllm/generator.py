@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ConfigError, HostedCallError
-from chatlearn_core.protocols.generator import OnTokens
 from chatlearn_core.protocols.lifecycle import MemoryPart, RoleContext
-from chatlearn_core.types import RAW_BASIS, Completion, GenerateRequest, LogprobBasis, SamplingParams
+from chatlearn_core.types import RAW_BASIS, LogprobBasis, SamplingParams
 from chatlearn_generator_kit.engine_arguments import refused
 from chatlearn_generator_kit.pending_request import EngineRequest
 from chatlearn_generator_kit.replica import CLOSED, GeneratorReplica
@@ -49,7 +48,7 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
         """Check the engine arguments. Raises: ConfigError: the backend sets an argument itself, or the device is
         unusable.
         """
-        super().__init__("vllm", context)
+        super().__init__("vllm", context, EngineRequest)
         self._options = options
         self._arguments = engine_arguments(options, context)
         self._host: EngineHost | None = None
@@ -145,16 +144,6 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
 
     def _basis(self, sampling: SamplingParams) -> LogprobBasis:
         return RAW_BASIS if self._options.logprobs == "raw" else sampling.basis
-
-    def _new_request(
-        self,
-        number: int,
-        request: GenerateRequest,
-        basis: LogprobBasis,
-        future: asyncio.Future[Completion],
-        on_tokens: OnTokens | None,
-    ) -> EngineRequest:
-        return EngineRequest(number, request, basis, future, on_tokens)
 
     def _submit_inbox(self) -> None:
         if len(self._inbox) == 1:

@@ -14,19 +14,9 @@ from chatlearn_agents.options import ToolsOptions
 from chatlearn_agents.tool_environment import ToolEnvironment
 from chatlearn_core.protocols import RoleContext, RolloutContext, RolloutOrder
 from chatlearn_core.types import Prompt, Rollout, SamplingParams
-from chatlearn_hf.tiny import build_tiny_tokenizer
+from chatlearn_hf.tiny import TOOLS_TEMPLATE, build_tiny_tokenizer
 from chatlearn_testing.fakes.scripted import Scripted
 
-TOOLS_TEMPLATE = (
-    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
-    "{% for call in message.tool_calls or [] %}{{ '<tool_call>\n' }}"
-    '{{ \'{"name": "\' + call.function.name + \'", "arguments": \' }}{{ call.function.arguments | tojson }}'
-    "{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""ChatML with tools in the manner of Qwen2.5."""
 TOOLS = '''
 import time
 from chatlearn_agents.tool import ToolError

@@ -23,15 +23,12 @@ class Replica(GeneratorReplica[EngineRequest]):
     """Its engine has requests until ``answer``."""
 
     def __init__(self) -> None:
-        super().__init__("test", RoleContext("actor", replica=3))
+        super().__init__("test", RoleContext("actor", replica=3), EngineRequest)
         self.engine: dict[int, EngineRequest] = {}
         self.calls: list[Any] = []
         self.memory: str | None = None
         self.loss: str | None = None
         self._start_serving(model_length=32, vocab_size=100)
-
-    def _new_request(self, *arguments: Any) -> EngineRequest:
-        return EngineRequest(*arguments)
 
     def _submit_inbox(self) -> None:
         asyncio.get_running_loop().call_soon(self._submit)

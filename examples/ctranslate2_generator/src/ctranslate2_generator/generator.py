@@ -13,9 +13,8 @@ from typing import Any
 import ctranslate2
 
 from chatlearn_core.exceptions import BackendError, ConfigError
-from chatlearn_core.protocols.generator import OnTokens
 from chatlearn_core.protocols.lifecycle import MemoryPart, RoleContext
-from chatlearn_core.types import RAW_BASIS, Completion, GenerateRequest, LogprobBasis
+from chatlearn_core.types import RAW_BASIS
 from chatlearn_generator_kit.engine_arguments import refused
 from chatlearn_generator_kit.replica import CLOSED, GeneratorReplica
 from chatlearn_hf.checkpoint_names import expected_manifest
@@ -33,7 +32,7 @@ class CTranslate2Generator(GeneratorReplica[SampledRequest]):
     """
 
     def __init__(self, options: CTranslate2Options, context: RoleContext) -> None:
-        super().__init__("ctranslate2", context)
+        super().__init__("ctranslate2", context, SampledRequest)
         if problems := engine_problems(context.engine_arguments):
             raise ConfigError(refused(context.role, "ctranslate2.Generator", problems))
         self._options = options
@@ -123,16 +122,6 @@ class CTranslate2Generator(GeneratorReplica[SampledRequest]):
         """See ``Generator``."""
         assert self._loader is not None, "setup has not run"
         return self._loader
-
-    def _new_request(
-        self,
-        number: int,
-        request: GenerateRequest,
-        basis: LogprobBasis,
-        future: asyncio.Future[Completion],
-        on_tokens: OnTokens | None,
-    ) -> SampledRequest:
-        return SampledRequest(number, request, basis, future, on_tokens)
 
     def _submit_inbox(self) -> None:
         for pending in self._take_inbox():

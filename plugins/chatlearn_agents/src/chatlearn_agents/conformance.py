@@ -8,25 +8,14 @@ from typing import Any
 
 from chatlearn_testing.suites import EnvironmentCase
 
-CHAT_TEMPLATE = (
-    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
-    "{% for call in message.tool_calls or [] %}{{ '<tool_call>\n' }}"
-    '{{ \'{"name": "\' + call.function.name + \'", "arguments": \' }}{{ call.function.arguments | tojson }}'
-    "{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""ChatML with tools in the manner of Qwen2.5."""
-
 
 @cache
 def chat_tokenizer() -> Any:
-    """A small tokenizer with this template."""
-    from chatlearn_hf.tiny import build_tiny_tokenizer
+    """A small tokenizer whose chat template has tools."""
+    from chatlearn_hf.tiny import TOOLS_TEMPLATE, build_tiny_tokenizer  # imports transformers
 
     tokenizer: Any = build_tiny_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = TOOLS_TEMPLATE
     return tokenizer
 
 

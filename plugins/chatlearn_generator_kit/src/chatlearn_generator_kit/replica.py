@@ -34,6 +34,7 @@ class GeneratorReplica(ABC, Generic[P]):
     Args:
         backend: name of the backend, for messages.
         context: the role's context.
+        request_type: the backend's pending requests, whose further fields have defaults.
     """
 
     scores: ClassVar[bool] = False
@@ -42,8 +43,9 @@ class GeneratorReplica(ABC, Generic[P]):
     keeps_ids: ClassVar[bool] = False
     """Likewise for ``SamplingParams.max_kept_ids`` (``GeneratorSpec.kept_ids``)."""
 
-    def __init__(self, backend: str, context: RoleContext) -> None:
+    def __init__(self, backend: str, context: RoleContext, request_type: type[P]) -> None:
         self._context = context
+        self._request_type = request_type
         self.name = f"generator role {context.role!r} replica {context.replica} ({backend})"
         """Role, replica and backend, for messages."""
         self._state: ReplicaState = "loading"
@@ -60,17 +62,6 @@ class GeneratorReplica(ABC, Generic[P]):
         self._paused = False
 
     # Methods that each backend implements
-
-    @abstractmethod
-    def _new_request(
-        self,
-        number: int,
-        request: GenerateRequest,
-        basis: LogprobBasis,
-        future: asyncio.Future[Completion],
-        on_tokens: OnTokens | None,
-    ) -> P:
-        """Return the pending request, with the fields that the backend adds."""
 
     @abstractmethod
     def _submit_inbox(self) -> None:
@@ -180,7 +171,7 @@ class GeneratorReplica(ABC, Generic[P]):
         if prior is not None and len(prior.token_ids) == request.sampling.max_tokens:
             return replace(prior, request_id=request.id, finish_reason="length", sampling=request.sampling)
         loop = asyncio.get_running_loop()
-        pending = self._new_request(next(self._numbers), request, basis, loop.create_future(), on_tokens)
+        pending = self._request_type(next(self._numbers), request, basis, loop.create_future(), on_tokens)
         self._pending[pending.number] = pending
         if self._paused:
             self._held[pending.number] = pending

@@ -12,9 +12,8 @@ import numpy.typing as npt
 import torch
 
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.protocols.generator import OnTokens
 from chatlearn_core.protocols.lifecycle import MemoryPart, RoleContext
-from chatlearn_core.types import Completion, GenerateRequest, LogprobBasis, VersionSpan
+from chatlearn_core.types import Completion, VersionSpan
 from chatlearn_generator_kit.replica import CLOSED, GeneratorReplica
 from chatlearn_hf.checkpoint_names import dtype_name
 from chatlearn_hf.model_directory import check_tokenizer_fits, load_causal_lm, load_tokenizer, max_length
@@ -43,7 +42,7 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
 
     def __init__(self, options: TransformersGeneratorOptions, context: RoleContext) -> None:
         """Check the engine arguments. Raises: ConfigError: an argument is unknown or set by the backend."""
-        super().__init__("transformers", context)
+        super().__init__("transformers", context, SequenceRequest)
         self._options = options
         self._engine_arguments = check_engine_arguments(context.role, context.engine_arguments)
         self._dropped: set[SequenceRequest] = set()
@@ -152,16 +151,6 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
     def loader(self) -> TransformersWeightLoader:
         """See ``Generator``."""
         return self._loader
-
-    def _new_request(
-        self,
-        number: int,
-        request: GenerateRequest,
-        basis: LogprobBasis,
-        future: asyncio.Future[Completion],
-        on_tokens: OnTokens | None,
-    ) -> SequenceRequest:
-        return SequenceRequest(number, request, basis, future, on_tokens)
 
     def _submit_inbox(self) -> None:
         if self._driver is None or self._driver.done():
