@@ -83,7 +83,9 @@ def main() -> None:
                 break
     result = {
         "benchmark": "kit_stability",
-        "machine": machine_facts() | {"hogs": chosen.hogs, "versions": versions()},
+        "machine": machine_facts(),
+        "versions": versions(),
+        "hogs": chosen.hogs,
         "passes": done,
         "runs": dict(runs),
         "failures": [{"kind": o.kind, "by": o.by, "reason": o.reason} for o in failures],

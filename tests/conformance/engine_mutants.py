@@ -211,7 +211,7 @@ MUTANTS = (
         "        self._dropped.add(pending)",
         "        pass",
         "test_a_timeout_ends_the_work",
-        equivalent="nobody is told of its tokens, and its slot is free at max_tokens: only speed shows it",
+        equivalent="no caller receives its tokens, and its slot is free at max_tokens: only speed shows it",
     ),
     _generator(
         "scores_of_the_prompt",

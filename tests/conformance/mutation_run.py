@@ -284,8 +284,9 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in names}
 
 
-def document(outcomes: Sequence[Outcome], mutants: Sequence[SourceMutant], facts: Mapping[str, Any]) -> str:
-    """Return ``docs/mutants.md``."""
+def document(outcomes: Sequence[Outcome], mutants: Sequence[SourceMutant], run: Mapping[str, Any]) -> str:
+    """Return ``docs/mutants.md``; ``run`` is the recorded result."""
+    machine = run["machine"]
     survivors = [o for o in outcomes if o.verdict == "survived"]
     why = {m.id: m.equivalent for m in mutants if m.equivalent}
     explained = [f"- `{o.id}`: {why[o.id]}" for o in outcomes if o.verdict == "explained"]
@@ -300,9 +301,8 @@ def document(outcomes: Sequence[Outcome], mutants: Sequence[SourceMutant], facts
         "",
         table(outcomes),
         "",
-        f"Measured on {facts['cpu']}, {facts['cores']} cores, load {facts['load_1min']}, in"
-        f" {facts['wall_s']:.0f} s with"
-        f" {facts['processes']} processes; {', '.join(f'{n} {v}' for n, v in facts['versions'].items())}.",
+        f"The last run: {machine['cpu']}, {machine['cores']} cores, load {machine['load_1min']}, {run['wall_s']:.0f} s"
+        f" with {run['processes']} processes; {', '.join(f'{n} {v}' for n, v in run['versions'].items())}.",
         "",
     ]
     known = {outcome.id for outcome in outcomes}
@@ -344,18 +344,20 @@ def main() -> int:
         mutants = list(MUTANTS)
         order = {m.id: index for index, m in enumerate(mutants)}
     outcomes.sort(key=lambda outcome: order.get(outcome.id, -1))
-    facts = machine_facts() | {
+    content = {
+        "benchmark": "mutants",
+        "machine": machine_facts(),
+        "versions": versions(),
         "wall_s": round(time.monotonic() - begun, 1),
         "processes": chosen.processes,
-        "versions": versions(),
+        "outcomes": [asdict(outcome) for outcome in outcomes],
     }
-    content = {"benchmark": "mutants", "machine": facts, "outcomes": [asdict(outcome) for outcome in outcomes]}
     print(table(outcomes))
     if chosen.output is not None:
         chosen.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if chosen.write:
         RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        DOCUMENT.write_text(document(outcomes, mutants, facts), encoding="utf-8")
+        DOCUMENT.write_text(document(outcomes, mutants, content), encoding="utf-8")
     return report(outcomes)
 
 

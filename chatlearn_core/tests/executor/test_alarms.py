@@ -195,7 +195,7 @@ def test_what_does_not_grow_is_not_told(values: list[float]) -> None:
 
 
 def test_stale_tokens_have_a_bound() -> None:
-    """The mean KL of the recorded runs of ``benchmarks/async_learning.py``: only those that lose accuracy are told."""
+    """The mean KL of the recorded runs of ``benchmarks/async_learning.py``: only those that lose accuracy warn."""
     runs = json.loads((BENCHMARKS / "results" / "async_learning.json").read_text())["runs"]
     told = {name: [bool(kl_over([one["stale_kl"]])[0]) for one in of_seeds] for name, of_seeds in runs.items()}
     assert {name for name, of_seeds in told.items() if all(of_seeds)} == {

@@ -145,8 +145,8 @@ class Alarms:
         return told
 
     def _line(self, name: str, metrics: Mapping[str, float]) -> tuple[float, float] | None:
-        """Both ends of the line through the last values of a metric if it grows; they are then forgotten, so that this
-        is told again only after as many steps.
+        """Both ends of the line through the last values of a metric if it grows; they are then forgotten, so that the
+        next warning needs as many new steps.
         """
         if name not in metrics:
             return None

@@ -287,7 +287,7 @@ class Engine:
         return reports, has_computed
 
     def _score(self, key: int, output: Any) -> Report:
-        """The report of a request that scores given tokens: vLLM answers with a token that nobody asked for."""
+        """The report of a request that scores given tokens; the token that vLLM samples besides is dropped."""
         forced, logprobs = self._forced[key], output.new_prompt_logprobs_tensors
         found = [] if logprobs is None else logprobs.logprobs[-len(forced) :, 0].tolist()
         cached = None if output.prefill_stats is None else output.prefill_stats.num_cached_tokens
