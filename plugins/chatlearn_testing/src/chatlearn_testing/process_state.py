@@ -40,6 +40,7 @@ from chatlearn_testing.leftovers import (
 )
 from chatlearn_testing.listeners import tcp_ports
 from chatlearn_testing.processes import command, descendants, open_files
+from chatlearn_trial.process_state import functions_of
 
 END_S = 5.0
 """Time for threads, processes and ports to end after their owner was closed, seconds."""
@@ -113,12 +114,7 @@ def process_state() -> dict[str, Any]:
         "the locale": locale.setlocale(locale.LC_ALL),
         "the default timeout of sockets": socket.getdefaulttimeout(),
         "the level of logging": (root.manager.disable, root.level),
-        FUNCTIONS: {
-            (module.__name__, name): value
-            for module in _SHARED_MODULES
-            for name, value in vars(module).items()
-            if callable(value)
-        },
+        FUNCTIONS: dict(functions_of(_SHARED_MODULES)),
     }
 
 
@@ -130,7 +126,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any], ignored: Collec
         if name in ignored or now is value or (name != FUNCTIONS and now == value):
             continue
         if name == FUNCTIONS:
-            patched = sorted(".".join(key) for key in value.keys() & now.keys() if value[key] is not now[key])
+            patched = sorted(key for key in value.keys() & now.keys() if value[key] is not now[key])
             if patched:
                 found.append(f"{name}: {', '.join(patched[:5])}")
         elif isinstance(value, dict):

@@ -12,10 +12,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 WATCHED = (builtins, json, os, sys, asyncio, time, random, logging, threading)
@@ -35,11 +36,11 @@ class ProcessState:
     @classmethod
     def now(cls) -> ProcessState:
         """The state of this process."""
-        return cls(dict(_functions()), dict(_values()), dict(os.environ))
+        return cls(dict(functions_of(WATCHED)), dict(_values()), dict(os.environ))
 
     def differences(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Functions that were replaced, added or removed since, which are put back, and other state that changed."""
-        after, missing = dict(_functions()), object()
+        after, missing = dict(functions_of(WATCHED)), object()
         names = [*self.functions, *(name for name in after if name not in self.functions)]
         patched = [name for name in names if self.functions.get(name, missing) is not after.get(name, missing)]
         for name in patched:
@@ -65,9 +66,9 @@ class ProcessState:
             delattr(owner, attribute)
 
 
-def _functions() -> Iterator[tuple[str, Any]]:
-    """Public functions and classes of the watched modules, and the methods of these classes."""
-    for module in WATCHED:
+def functions_of(modules: Iterable[ModuleType]) -> Iterator[tuple[str, Any]]:
+    """Name and object of the public functions and classes of modules, and of the methods of their own classes."""
+    for module in modules:
         for name, value in list(vars(module).items()):
             if name.startswith("_") or not callable(value):
                 continue
