@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chatlearn_testing.suites import GeneratorConformance
-from chatlearn_vllm.conformance import ENGINE_ARGUMENTS
+from chatlearn_vllm.conformance import ENGINE_ARGUMENTS, ENGINE_STATE
 
 
 @pytest.fixture(scope="module")
@@ -21,3 +21,4 @@ class TestInProcess(GeneratorConformance):
     backend = "vllm"
     load_reference = "chatlearn_hf.plain_forward:load_plain_model"
     engine_arguments = ENGINE_ARGUMENTS
+    engine_state = ENGINE_STATE

@@ -327,6 +327,14 @@ MUTANTS = (
             ),
         ),
     ),
+    SourceMutant(
+        "weight_sync",
+        "shared_memory_of_the_host",
+        "sender.py",
+        "RankFiles(Path(plan.workspace) / plan.sync_id, self.endpoint.rank)",
+        'RankFiles(Path("/dev/shm") / plan.sync_id, self.endpoint.rank)',
+        "test_another_process_is_reached",
+    ),
     _sender(
         "alias_is_sent",
         COPY,

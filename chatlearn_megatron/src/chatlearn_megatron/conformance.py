@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+ENGINE_STATE = frozenset(
+    f"the environment: {name}" for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+)
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "trainer/megatron": {
         "build_model": "chatlearn_hf.tiny:build_tiny_model",
         "load_reference": "chatlearn_hf.plain_forward:load_plain_model",
+        "engine_state": ENGINE_STATE,
     },
 }

@@ -6,9 +6,31 @@ from pathlib import Path
 from typing import Any
 
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_vllm.engine_side.engine import DEFAULT_ENVIRONMENT, REQUIRED_ENVIRONMENT
 
 ENGINE_ARGUMENTS: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 64}
 """A small cache is enough for tiny models."""
+_VARIABLES = (
+    REQUIRED_ENVIRONMENT.keys()
+    | DEFAULT_ENVIRONMENT.keys()
+    | {
+        "AITER_SITUV2_A4W4",
+        "LOCAL_WORLD_SIZE",
+        "NUMEXPR_MAX_THREADS",
+        "RAY_CLIENT_MODE",
+        "TILELANG_CLEANUP_TEMP_FILES",
+        "TORCHINDUCTOR_COMPILE_THREADS",
+        "TORCHINDUCTOR_CPP_DYNAMIC_THREADS",
+        "TRITON_CACHE_AUTOTUNING",
+        "VLLM_DISABLE_SHARED_EXPERTS_STREAM",
+        "VLLM_DIST_IDENT",
+        "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME",
+        "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+    }
+)
+ENGINE_STATE = frozenset(
+    {"the search path of modules (sys.path)"} | {f"the environment: {name}" for name in _VARIABLES}
+)
 
 
 def build_model(directory: Path) -> Path:
@@ -21,5 +43,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "build_model": "chatlearn_vllm.conformance:build_model",
         "load_reference": "chatlearn_hf.plain_forward:load_plain_model",
         "engine_arguments": ENGINE_ARGUMENTS,
+        "engine_state": ENGINE_STATE,
     },
 }

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from chatlearn_deepspeed.conformance import ENGINE_STATE
 from chatlearn_hf.tiny import build_tiny_model
 from chatlearn_testing.suites import TrainerConformance
 
@@ -19,3 +20,4 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestDeepSpeed(TrainerConformance):
     backend = "deepspeed"
     load_reference = "chatlearn_hf.plain_forward:load_plain_model"
+    engine_state = ENGINE_STATE

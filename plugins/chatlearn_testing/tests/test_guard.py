@@ -56,7 +56,7 @@ def test_tampering_between_the_suite_and_the_subclass_is_named_too() -> None:
     lines = suite_violations(type("Acme2", (between,), {"__module__": "acme.tests"}))
     assert lines == [
         "Acme overrides WeightSyncConformance.test_has_both_ends, which is part of the contract; a subclass may set"
-        " only backend, channel, export, options"
+        " only backend, channel, engine_state, export, options"
     ]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+_LOADED_LIBRARIES = ("LD_PRELOAD", "LD_LIBRARY_PATH")
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameter numbers of glibc's ``mallopt``."""
@@ -29,11 +30,12 @@ _MAX_CHARACTERS = 300
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Restore random states and ``torch.set_num_threads`` on exit.
+    """Restore random states, ``torch.set_num_threads`` and the libraries that child processes load on exit.
 
-    vLLM seeds Python, numpy and torch when it starts, and on a CPU replaces ``torch.set_num_threads`` with a function
-    that ignores its argument.
+    vLLM seeds Python, numpy and torch when it starts. On a CPU it replaces ``torch.set_num_threads`` with a function
+    that ignores its argument, and has its workers, which start meanwhile, load libraries of its own.
     """
+    libraries = {name: os.environ.get(name) for name in _LOADED_LIBRARIES}
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     set_num_threads = torch.set_num_threads
     try:
@@ -43,6 +45,11 @@ def preserved() -> Iterator[None]:
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
         torch.set_num_threads = set_num_threads
+        for name, value in libraries.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

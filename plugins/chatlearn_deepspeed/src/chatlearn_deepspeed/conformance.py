@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+ENGINE_STATE = frozenset(f"the environment: {name}" for name in ("DS_ACCELERATOR", "LOCAL_RANK"))
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "trainer/deepspeed": {
         "build_model": "chatlearn_hf.tiny:build_tiny_model",
         "load_reference": "chatlearn_hf.plain_forward:load_plain_model",
+        "engine_state": ENGINE_STATE,
     },
 }

@@ -47,23 +47,18 @@ END_S = 5.0
 RANDOM_STATES = frozenset(f"the random state of {name}" for name in ("Python", "numpy", "torch"))
 TORCH_RANDOM_STATE = "the random state of torch"
 FUNCTIONS = "patched functions"
-ENGINES_CHANGE = frozenset(
+ENVIRONMENT = "the environment"
+_OTHERS_VARIABLES = frozenset(
     {
-        FUNCTIONS,
-        "the environment",
-        "the search path of modules (sys.path)",
-        "the signal handlers",
-        "the level of logging",
-        "torch's recording of gradients",
-        "torch's number of threads",
-        "the garbage collector",
+        "CHATLEARN_PLUGINS_TRIED",
+        "CHATLEARN_TEST_MARK",
+        "PYTEST_CURRENT_TEST",
+        "PYTORCH_NVML_BASED_CUDA_CHECK",
+        "TORCHINDUCTOR_CACHE_DIR",
     }
 )
-"""What third-party engines (``requires`` of a record) change as they are imported or start."""
-_OTHERS_VARIABLES = frozenset(
-    {"CHATLEARN_PLUGINS_TRIED", "CHATLEARN_TEST_MARK", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-)
-"""Set by the discovery of plugins, by a test around this one, by pytest, and by torch as it loads its compiler."""
+"""Set by the discovery of plugins, by a test around this one, by pytest, and by torch as it looks for GPUs or loads its
+compiler."""
 _SHARED_MODULES: tuple[ModuleType, ...] = (
     asyncio,
     builtins,
@@ -105,7 +100,7 @@ def process_state() -> dict[str, Any]:
         "torch's recording of gradients": (torch.is_grad_enabled(), torch.is_anomaly_enabled()),
         "numpy's handling of errors": np.geterr(),
         "the working directory": os.getcwd(),  # noqa: PTH109  # a path object costs more
-        "the environment": {name: value for name, value in os.environ.items() if name not in _OTHERS_VARIABLES},
+        ENVIRONMENT: {name: value for name, value in os.environ.items() if name not in _OTHERS_VARIABLES},
         "the file mode mask (umask)": _umask(),
         "the signal handlers": {number.name: signal.getsignal(number) for number in _SIGNALS},
         "the search path of modules (sys.path)": tuple(sys.path),
@@ -119,7 +114,13 @@ def process_state() -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str]:
-    """Name what differs between two states, with the variables, signals and functions concerned."""
+    """Name what differs between two states, with the variables, signals and functions concerned.
+
+    Args:
+        before: an earlier ``process_state()``.
+        after: a later one.
+        ignored: names of state, or of one entry of it: ``"the environment: OMP_NUM_THREADS"``.
+    """
     found = []
     for name, value in before.items():
         now = after[name]
@@ -131,7 +132,8 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any], ignored: Collec
                 found.append(f"{name}: {', '.join(patched[:5])}")
         elif isinstance(value, dict):
             keys = sorted(str(key) for key in value.keys() | now.keys() if value.get(key) != now.get(key))
-            found.append(f"{name}: {', '.join(keys[:5])}")
+            if keys := [key for key in keys if f"{name}: {key}" not in ignored]:
+                found.append(f"{name}: {', '.join(keys[:5])}")
         else:
             found.append(name)
     return found
@@ -142,7 +144,7 @@ class StateWatch:
     """Compares the state and the threads of the process with those when it began; cheap enough for each test."""
 
     ignored: frozenset[str] = frozenset()
-    """Names in ``process_state`` that may change."""
+    """What may change; see ``changes``."""
     wait_s: float = END_S
     _state: dict[str, Any] = field(default_factory=process_state)
     _threads: frozenset[threading.Thread] = field(default_factory=lambda: frozenset(threading.enumerate()))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from chatlearn_core.plugins.exits import CODE_FIELDS
 from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.records import Kind, PluginRecord
@@ -19,7 +20,7 @@ from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.requirements import installed_where
 from chatlearn_testing.guard import suite_violations
 from chatlearn_testing.leftovers import written_files
-from chatlearn_testing.process_state import ENGINES_CHANGE, RANDOM_STATES, ProcessWatch, StateWatch
+from chatlearn_testing.process_state import RANDOM_STATES, ProcessWatch, StateWatch
 
 ReferenceLoader = Callable[[Path], torch.nn.Module]
 """Function that loads a model directory as a plain module with code that is not under test. The module computes
@@ -48,12 +49,15 @@ class ConformanceSuite:
     ``chatlearn plugins list`` shows that to users.
     """
 
-    settable: ClassVar[frozenset[str]] = frozenset({"backend", "options"})
+    settable: ClassVar[frozenset[str]] = frozenset({"backend", "options", "engine_state"})
     kind: ClassVar[Kind]
     backend: ClassVar[str | PluginRecord]
     """Name of an installed plugin, or a record that no plugin registers (a fake)."""
     options: ClassVar[Mapping[str, Any]] = {}
     """Options of the backend, as a configuration would give them."""
+    engine_state: ClassVar[frozenset[str]] = frozenset()
+    """State of the process that a third-party engine (``requires`` of the record) changes as it starts, in the words of
+    the failed test: ``"the environment: OMP_NUM_THREADS"``, ``"the search path of modules (sys.path)"``."""
     patience_s: ClassVar[float] = 120.0
     """Time limit of each operation under test, seconds; an operation that exceeds it counts as hanging."""
 
@@ -94,8 +98,11 @@ class ConformanceSuite:
 
     @classmethod
     def ignored_state(cls) -> frozenset[str]:
-        """State of the process that may change: engines set variables, search paths and handlers when they start."""
-        return cls.may_change | (ENGINES_CHANGE if cls.record().requires else frozenset())
+        """State of the process, as ``changes`` names it, that may change while a test runs."""
+        assert not cls.engine_state or cls.record().requires, (
+            f"{cls.record().name!r} requires no engine (requires of its record), so it may not set engine_state"
+        )
+        return cls.may_change | cls.engine_state
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -104,7 +111,9 @@ class ConformanceSuite:
 
         A backend may change random states as it is set up, and what only the first import of an engine changes.
         """
-        installed_plugins()  # discovery notes in the environment what it tried
+        if cls.record().requires:  # what the import of a third-party engine changes is not the plugin's
+            for attribute in (name for name in CODE_FIELDS if hasattr(cls.record(), name)):
+                resolve_import_string(getattr(cls.record(), attribute))
         watch = ProcessWatch(ignored=RANDOM_STATES | cls.ignored_state(), watches_ports=not cls.record().requires)
         with written_files() as written:
             yield

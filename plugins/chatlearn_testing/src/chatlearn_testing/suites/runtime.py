@@ -30,7 +30,7 @@ from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.batches import LENGTHS, MaskedPolicyLoss
 from chatlearn_testing.fakes.bigram import TRANSITION, UNIGRAM, build_bigram_model, read_bigram_tensors
 from chatlearn_testing.leftovers import Leftovers
-from chatlearn_testing.process_state import FUNCTIONS
+from chatlearn_testing.process_state import ENVIRONMENT, FUNCTIONS
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.runtime_fixtures import (
     LOGPROBS,
@@ -67,7 +67,7 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
 
     kind: ClassVar[Kind] = "runtime"
     patience_s: ClassVar[float] = 240.0
-    may_change: ClassVar[frozenset[str]] = frozenset({FUNCTIONS, "the environment"})
+    may_change: ClassVar[frozenset[str]] = frozenset({FUNCTIONS, ENVIRONMENT})
     """A framework of processes prints its workers' output, and notes in the environment where they meet."""
 
     @classmethod

@@ -184,7 +184,7 @@ class KeepingLoader:
         """Join a process group, which stays until ``leave_group`` or the end of the loader."""
         r = rendezvous
         self._groups[r.name] = await asyncio.to_thread(
-            join, r.address, r.name, r.backend, r.world_size, r.first_rank, r.timeout_s
+            join, r.address, r.name, r.backend, r.world_size, r.first_rank, r.timeout_s, secret=r.secret
         )
 
     async def load_broadcast(

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chatlearn_core.plugins.records import Export
+from chatlearn_core.plugins.records import Export, Reach
 from chatlearn_core.protocols import Trainer, WeightSender
 from chatlearn_core.types import Payload, SyncRequest, WeightManifest, WeightShard
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.loop_watch import blocks_of, least
 from chatlearn_testing.model_directory import manifest_of
+from chatlearn_testing.other_host import leave_host
 from chatlearn_testing.reused_memory import overwrite
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.weight_sync_fixtures import (
@@ -40,6 +41,8 @@ SETTLED_S = 0.4
 """Time after ``send`` in which the files of a transport must not change any more, seconds."""
 SILENT_S = 0.15
 """Time for which a receiver waits for a silent sender before it is cancelled, seconds."""
+REACHES: dict[Reach, tuple[Reach, ...]] = {"process": (), "host": ("host",), "anywhere": ("host", "anywhere")}
+"""Declared reach -> the distances at which a receiver in another process is tried."""
 OVERHEAD = 1.5
 """Most bytes that an end reports, as a multiple of the tensors' bytes..."""
 OVERHEAD_BYTES = 4096
@@ -174,25 +177,32 @@ class WeightSyncPromisesContract(WeightSyncFixtures, ConformanceSuite):
         assert not outcome.errors, outcome.errors
         assert_loaded(outcome.loaders[0], tensors)
 
-    def test_another_process_is_reached(self, transport: Transport) -> None:
+    @pytest.mark.parametrize("where", ["host", "anywhere"])
+    def test_another_process_is_reached(self, transport: Transport, where: Reach) -> None:
         """Reach ``host`` and ``anywhere``: a receiver in another process gets every tensor from the pickled offers.
+        ``anywhere``: this process shares network and disk with the sender's, but neither memory nor Unix sockets.
 
-        Nothing arrives, or offers cannot be pickled: an object of the sender's process was handed over.
+        Nothing arrives, or offers cannot be pickled: an object of the sender's process, or of its host, was handed
+        over.
         """
-        if self.record().reach == "process":
-            not_applicable("the record declares the reach 'process'")
+        if where not in REACHES[self.record().reach]:
+            not_applicable(f"the record declares the reach {self.record().reach!r}")
         tensors = make_tensors()
         here, theirs = multiprocessing.Pipe()
         # Forked before the sync begins, so that the receiver has nothing of it; a new interpreter would load torch.
         process = multiprocessing.get_context("fork").Process(
-            target=_receive_elsewhere, args=(theirs, type(self), self.patience_s), daemon=True
+            target=_receive_elsewhere, args=(theirs, type(self), self.patience_s, where), daemon=True
         )
         process.start()
         theirs.close()
         try:
+            assert here.poll(self.patience_s), "the receiver's process does not start"
+            if (refused := here.recv()) is not None:
+                not_applicable(f"the kernel allows no process that could be on another host ({refused})")
             plan = transport.plan(tensors)
             assert process.pid is not None
-            plan = replace(plan, receivers=(replace(plan.receivers[0], process=process.pid),))
+            host = "another-host" if where == "anywhere" else plan.receivers[0].host
+            plan = replace(plan, receivers=(replace(plan.receivers[0], host=host, process=process.pid),))
             sender = transport.sender(plan.senders[0])
             here.send((plan, [sender.offer(plan)]))
             sent = self.run(asyncio.to_thread(sender.send, plan, _trainer(StreamingTrainer(tensors))))
@@ -251,8 +261,17 @@ async def _send_and_receive(transport: Transport, plan: SyncRequest, send: Any, 
         sender.release(plan)
 
 
-def _receive_elsewhere(pipe: Connection, suite: type[WeightSyncFixtures], patience_s: float) -> None:
-    """Be the receiver's process: take plan and offers, and answer with the bytes received and the tensors."""
+def _receive_elsewhere(pipe: Connection, suite: type[WeightSyncFixtures], patience_s: float, where: Reach) -> None:
+    """Be the receiver's process: say that it is there, take plan and offers, and answer with the bytes received and the
+    tensors.
+    """
+    try:
+        if where == "anywhere":
+            leave_host()
+    except OSError as error:
+        pipe.send(str(error))
+        return
+    pipe.send(None)
     plan, offers = pipe.recv()
     receiver = suite.build("receiver")(suite.make_options(), plan.receivers[0])
     loader = KeepingLoader()
