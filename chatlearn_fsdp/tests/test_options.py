@@ -21,6 +21,10 @@ def test_ulysses_needs_its_attention() -> None:
     assert FSDPOptions(ulysses=2).attention == "varlen"
     with pytest.raises(ValidationError, match=r"ulysses 2 .* attention is 'sdpa'; set attention: varlen"):
         FSDPOptions(ulysses=2, attention="sdpa")
+    with pytest.raises(ValidationError, match=r"ring 3 .* attention is 'eager'; set attention: varlen, or ring: 1"):
+        FSDPOptions(ring=3, attention="eager")
+    with pytest.raises(ValidationError, match="ulysses 2 and ring 2 both divide the tokens of a row; set one of them"):
+        FSDPOptions(ulysses=2, ring=2)
 
 
 def test_adapters_from_a_file() -> None:
@@ -55,7 +59,7 @@ def test_a_stage_that_shards_nothing_refuses_what_needs_shards() -> None:
         FSDPOptions.model_validate({"zero_stage": 0, "dp_replicate": 2}, context={"ranks": 4})
 
 
-@pytest.mark.parametrize("options", [{"dp_shard": 3}, {"ulysses": 3}, {"dp_replicate": 8}])
+@pytest.mark.parametrize("options", [{"dp_shard": 3}, {"ulysses": 3}, {"ring": 3}, {"dp_replicate": 8}])
 def test_sizes_that_do_not_divide_the_ranks_are_refused_where_the_ranks_are_known(options: dict[str, int]) -> None:
     FSDPOptions.model_validate(options)
     FSDPOptions.model_validate(options, context={"ranks": 3 * 8 if "dp_shard" not in options else 3})

@@ -25,6 +25,9 @@ LAYOUTS = {
     "replicate2": ([[0, 1, 2, 3, 4, 5], [6]], {"dp_replicate": 2}),
     "ulysses2": (EVERYTHING, {"ulysses": 2}),
     "ulysses4_of_2_kv_heads": (EVERYTHING, {"ulysses": 4}),
+    "ring2": (EVERYTHING, {"ring": 2}),
+    "ring3": (EVERYTHING, {"ring": 3}),
+    "dp2_ring2": ([[0, 1, 2], [3, 4, 5, 6]], {"ring": 2}),
     "dp2_ulysses2": ([[0, 1, 2], [3, 4, 5, 6]], {"ulysses": 2}),
     "replicate2_ulysses2": ([[0, 1, 2, 3, 4, 5, 6], []], {"dp_replicate": 2, "ulysses": 2}),
 }
@@ -43,12 +46,14 @@ MIXTURE = {
     "ulysses2": (EVERYTHING, {"ulysses": 2}),
     "hsdp2x2": LAYOUTS["hsdp2x2"],
 }
-HEADS = {"dp2": LAYOUTS["dp2"], "ulysses2": LAYOUTS["ulysses2"]}
-# Sinks and value heads of another size are split over heads, padded sequences over slices; StableLM raises inside its
+HEADS = {"dp2": LAYOUTS["dp2"], "ulysses2": LAYOUTS["ulysses2"], "ring2": LAYOUTS["ring2"]}
+# Sinks and value heads of another size are split over heads, and soft caps and windows in a ring; padded sequences over
+# slices; StableLM raises inside its
 # first comparison, while layers are gathered; GPT-2 keeps its layers under another name.
 FAMILIES = {
-    "gpt_oss": ["dp2", "ulysses2"],
-    "deepseek_v3": ["ulysses2"],
+    "gpt_oss": ["dp2", "ulysses2", "ring2"],
+    "deepseek_v3": ["ulysses2", "ring2"],
+    "gemma2": ["ring3"],
     "qwen3_next": ["dp2", "dp4"],
     "stablelm": ["dp2"],
     "gpt2": ["dp2"],
@@ -67,6 +72,11 @@ ZERO = {
         (0, "ulysses2"),
     )
 }
+
+
+def sharing_of(sizes):
+    """How many ranks share the tokens of a row."""
+    return sizes.get("ulysses", 1) * sizes.get("ring", 1)
 
 
 def layouts_and_variants():
@@ -159,7 +169,7 @@ def test_any_layout_equals_one_rank(answers, seven_sequences, layout, variant) -
     slices, sizes = LAYOUTS[layout]
     ranks = answers[f"{layout}-{variant}"]
     assert_same_update(ranks, answers["one"][0])
-    assert_same_outputs(ranks, answers["one"][0], slices, seven_sequences, sharing=sizes.get("ulysses", 1))
+    assert_same_outputs(ranks, answers["one"][0], slices, seven_sequences, sharing=sharing_of(sizes))
 
 
 @pytest.mark.parametrize("layout", ZERO)
@@ -167,7 +177,7 @@ def test_any_zero_stage_equals_one_rank(answers, seven_sequences, layout) -> Non
     slices, sizes = ZERO[layout]
     ranks, reference = answers[layout], answers["five-one"][0]
     assert_same_update([rank["first"] for rank in ranks], reference["first"])
-    assert_same_outputs(ranks, reference, slices, seven_sequences, sharing=sizes.get("ulysses", 1))
+    assert_same_outputs(ranks, reference, slices, seven_sequences, sharing=sharing_of(sizes))
     assert ranks[0]["metrics"]["grad_norm"] == pytest.approx(reference["metrics"]["grad_norm"], rel=1e-3), "the fifth"
     for name, weight in reference["full"].items():
         assert (ranks[0]["full"][name] - weight).norm() <= 1e-4 * weight.norm(), name
@@ -222,7 +232,7 @@ def test_other_heads_too(answers, seven_sequences, head, layout) -> None:
     slices, sizes = HEADS[layout]
     ranks, reference = answers[f"{head}-{layout}"], answers[f"{head}-one"][0]
     assert_same_update(ranks, reference)
-    assert_same_outputs(ranks, reference, slices, seven_sequences, sharing=sizes.get("ulysses", 1))
+    assert_same_outputs(ranks, reference, slices, seven_sequences, sharing=sharing_of(sizes))
 
 
 @pytest.mark.parametrize(("family", "layout"), [(name, layout) for name, all_ in FAMILIES.items() for layout in all_])
@@ -230,7 +240,7 @@ def test_other_families_too(answers, seven_sequences, family, layout) -> None:
     slices, sizes = LAYOUTS[layout]
     ranks, reference = answers[f"{family}-{layout}"], answers[f"{family}-one"][0]
     assert_same_update(ranks, reference)
-    assert_same_outputs(ranks, reference, slices, seven_sequences, sharing=sizes.get("ulysses", 1))
+    assert_same_outputs(ranks, reference, slices, seven_sequences, sharing=sharing_of(sizes))
 
 
 def test_ulysses_of_a_model_whose_rows_cannot_be_packed_is_refused(run_jobs, seven_sequences, tmp_path, capfd) -> None:
@@ -240,7 +250,7 @@ def test_ulysses_of_a_model_whose_rows_cannot_be_packed_is_refused(run_jobs, sev
         run_jobs({"one": job}, seven_sequences, tmp_path / "answers")
     error = capfd.readouterr().err
     assert "its layers carry a state from one sequence of a row to the next" in error
-    assert "Correct for this model: with ulysses 1, attention sdpa, sequences padded" in error
+    assert "Correct for this model: with ulysses 1 and ring 1, attention sdpa, sequences padded" in error
 
 
 def test_tied_weights_stay_one(answers) -> None:

@@ -203,6 +203,7 @@ def test_a_model_without_views_of_its_checkpoint_is_loaded_whole_with_a_warning(
         ({"dp_replicate": 2, "ulysses": 2}, 8, (2, 2, 2)),
         ({"dp_replicate": 4, "dp_shard": 1}, 4, (4, 1, 1)),
         ({"zero_stage": 0, "ulysses": 2}, 8, (4, 1, 2)),
+        ({"ring": 4}, 8, (1, 2, 4)),
         ({"zero_stage": 1, "dp_replicate": 2}, 8, (2, 4, 1)),
     ],
 )

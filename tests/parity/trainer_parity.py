@@ -67,6 +67,7 @@ def layouts(model: str) -> list[Layout]:
         Layout("fsdp", "2 ranks", 2, {}),
         Layout("fsdp", "HSDP 2x2", 4, {"dp_replicate": 2}),
         Layout("fsdp", "Ulysses 2", 2, {"ulysses": 2}),
+        Layout("fsdp", "ring 2", 2, {"ring": 2}),
         Layout("megatron", "1 rank", 1, {}),
         Layout("megatron", "recompute", 1, {"gradient_checkpointing": True}),
         Layout("megatron", "DP 2", 2, {}),

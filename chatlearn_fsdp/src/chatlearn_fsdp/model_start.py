@@ -23,7 +23,7 @@ from chatlearn_hf.meta_start import CheckpointFiles, build_on_meta, local_direct
 from chatlearn_hf.model_directory import load_config, wrong_weights
 from chatlearn_hf.packed_forward import PackedModel, decoder_layers
 from chatlearn_hf.training_model import log_noise, training_model
-from chatlearn_hf.ulysses import check_heads
+from chatlearn_hf.ulysses import UlyssesGroup, check_heads
 from chatlearn_trainer_kit.offload import own_storage
 from chatlearn_trainer_kit.options import LoraOptions
 from chatlearn_trainer_kit.weight_loader import blend
@@ -88,8 +88,8 @@ def start_model(
         options.attention,
         lambda attention: build_on_meta(directory, source.head, attention=attention, **settings),
     )
-    if ranks.ulysses is not None:
-        check_heads(int(model.config.get_text_config().num_attention_heads), ranks.ulysses.size)
+    if isinstance(ranks.sharing, UlyssesGroup):
+        check_heads(int(model.config.get_text_config().num_attention_heads), ranks.sharing.size)
     layout = checkpoint_layout(model)
     by_slices = takes_tensors(layout)
     if not by_slices:

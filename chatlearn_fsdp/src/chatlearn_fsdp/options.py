@@ -18,7 +18,7 @@ class FSDPOptions(PackedTrainerOptions):
     master_dtype: Dtype = Field("float32", description="Dtype of the weights that the optimizer updates.")
     cpu_offload: bool = Field(False, description="Keep sharded weights, gradients and optimizer state in host memory.")
     dp_replicate: int = Field(
-        1, ge=1, description="Copies of the sharded model (HSDP): ranks = dp_replicate x dp_shard x ulysses."
+        1, ge=1, description="Copies of the sharded model (HSDP): ranks = dp_replicate x dp_shard x ulysses x ring."
     )
     dp_shard: int | None = Field(None, ge=1, description="Batch slices per copy; null takes all remaining ranks.")
     zero_stage: Literal[0, 1, 2, 3] = Field(
@@ -50,22 +50,23 @@ class FSDPOptions(PackedTrainerOptions):
         return self
 
     def mesh_sizes(self, ranks: int) -> tuple[int, int, int]:
-        """Return ``dp_replicate``, ``dp_shard`` and ``ulysses`` with null filled in.
+        """Return ``dp_replicate`` and ``dp_shard`` with null filled in, and the ranks that share each row.
 
         Raises:
             ValueError: their product is not the number of ranks.
         """
         replicate = self.dp_replicate
         if self.zero_stage == 0 and replicate == 1:
-            replicate = max(1, ranks // self.ulysses)
-        fixed = replicate * self.ulysses
+            replicate = max(1, ranks // self.ranks_per_row)
+        fixed = replicate * self.ranks_per_row
         shard = 1 if self.zero_stage == 0 else self.dp_shard if self.dp_shard is not None else max(1, ranks // fixed)
         if fixed * shard != ranks:
             raise ValueError(
-                f"dp_replicate {replicate} x dp_shard {self.dp_shard or 'null'} x ulysses {self.ulysses} is"
-                f" {fixed * shard}, but the role has ranks: {ranks}; the product must be the number of ranks"
+                f"dp_replicate {replicate} x dp_shard {self.dp_shard or 'null'} x"
+                f" {'ring' if self.ring > 1 else 'ulysses'} {self.ranks_per_row} is {fixed * shard},"
+                f" but the role has ranks: {ranks}; the product must be the number of ranks"
             )
-        return replicate, shard, self.ulysses
+        return replicate, shard, self.ranks_per_row
 
     @model_validator(mode="after")
     def _stage_shards_what_is_asked(self) -> FSDPOptions:

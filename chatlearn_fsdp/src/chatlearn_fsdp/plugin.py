@@ -14,7 +14,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
     return [
         TrainerSpec(
             name="fsdp",
-            summary="PyTorch FSDP2 on Hugging Face models: packed sequences, HSDP, Ulysses, LoRA",
+            summary="PyTorch FSDP2 on Hugging Face models: packed sequences, HSDP, Ulysses, ring attention, LoRA",
             factory="chatlearn_fsdp.trainer:FSDPTrainer",
             options="chatlearn_fsdp.options:FSDPOptions",
             check_engine="chatlearn_fsdp.engine_arguments:engine_problems",
@@ -37,13 +37,14 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
             exports=frozenset({"full_tensors", "boxes"}),
             payloads=frozenset({"full", "adapter"}),
             channels=frozenset({"tensors", "boxes"}),
-            parallel={"sp": "ulysses"},
+            parallel={"sp": "ulysses", "cp": "ring"},
             reshards=True,
             layout_options=(
                 "dp_replicate",
                 "dp_shard",
                 "zero_stage",
                 "ulysses",
+                "ring",
                 "cpu_offload",
                 "gradient_checkpointing",
                 "max_tokens_per_micro_batch",

@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import RoleContext
 from chatlearn_fsdp.options import FSDPOptions
+from chatlearn_hf.ring_attention import RingGroup
+from chatlearn_hf.token_group import TokenGroup
 from chatlearn_hf.ulysses import UlyssesGroup
 from chatlearn_hosting.rendezvous import group_interfaces
 from chatlearn_hosting.role_group import RoleGroup, join_role_group
@@ -30,14 +32,14 @@ from chatlearn_trainer_kit.weight_loader import blend
 
 @dataclass(slots=True)
 class RankGroup:
-    """The ranks of a trainer, one process each: ``dp_replicate`` x ``dp_shard`` x ``ulysses``, the last varying
-    fastest.
+    """The ranks of a trainer, one process each: ``dp_replicate`` x ``dp_shard`` x those that share a row, the last
+    varying fastest.
     """
 
     mesh: DeviceMesh
-    """Mesh over which parameters are sharded: (shard,), or (replicate, shard). Ulysses ranks hold shards like all
-    others."""
-    ulysses: UlyssesGroup | None
+    """Mesh over which parameters are sharded: (shard,), or (replicate, shard). Ranks that share rows hold
+    shards like all others."""
+    sharing: TokenGroup | None
     data_parallel_rank: int
     data_parallel_size: int
     group: RoleGroup
@@ -49,7 +51,7 @@ class RankGroup:
     @property
     def leads_slice(self) -> bool:
         """Whether this rank is the first of the ranks that share a batch slice."""
-        return self.ulysses is None or self.ulysses.rank == 0
+        return self.sharing is None or self.sharing.rank == 0
 
     def all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduce over all ranks, in place."""
@@ -65,7 +67,7 @@ class RankGroup:
 
 
 def mesh_sizes(options: FSDPOptions, context: RoleContext) -> tuple[int, int, int]:
-    """Return ``dp_replicate``, ``dp_shard`` and ``ulysses`` with nulls filled in.
+    """See ``FSDPOptions.mesh_sizes``.
 
     Raises:
         ConfigError: their product is not the number of ranks.
@@ -88,23 +90,25 @@ def join_ranks(options: FSDPOptions, context: RoleContext) -> RankGroup:
     sizes = mesh_sizes(options, context)
     backend = "cpu:gloo,cuda:nccl" if torch.device(context.device).type == "cuda" else "gloo"
     with group_interfaces(context.rendezvous):
-        return _make_meshes(context, sizes, join_role_group(context, backend), is_sharded=options.zero_stage > 0)
+        return _make_meshes(options, context, sizes, join_role_group(context, backend))
 
 
-def _make_meshes(context: RoleContext, sizes: tuple[int, int, int], group: RoleGroup, *, is_sharded: bool) -> RankGroup:
-    replicate, shard, ulysses = sizes
+def _make_meshes(
+    options: FSDPOptions, context: RoleContext, sizes: tuple[int, int, int], group: RoleGroup
+) -> RankGroup:
+    replicate, shard, per_row = sizes
     device = torch.device(context.device)
-    if not is_sharded:  # Ulysses ranks hold copies, too
+    if options.zero_stage == 0:  # ranks that share rows hold copies, too
         mesh = init_device_mesh(device.type, (context.world_size, 1), mesh_dim_names=("replicate", "shard"))
     elif replicate > 1:
-        mesh = init_device_mesh(device.type, (replicate, shard * ulysses), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device.type, (replicate, shard * per_row), mesh_dim_names=("replicate", "shard"))
     else:
-        mesh = init_device_mesh(device.type, (shard * ulysses,), mesh_dim_names=("shard",))
-    rows: UlyssesGroup | None = None
-    if ulysses > 1:
-        slices = init_device_mesh(device.type, (replicate * shard, ulysses), mesh_dim_names=("slice", "ulysses"))
-        rows = UlyssesGroup(slices.get_group("ulysses"))
-    return RankGroup(mesh, rows, context.rank // ulysses, replicate * shard, group)
+        mesh = init_device_mesh(device.type, (shard * per_row,), mesh_dim_names=("shard",))
+    sharing: TokenGroup | None = None
+    if per_row > 1:
+        slices = init_device_mesh(device.type, (replicate * shard, per_row), mesh_dim_names=("slice", "row"))
+        sharing = (RingGroup if options.ring > 1 else UlyssesGroup)(slices.get_group("row"))
+    return RankGroup(mesh, sharing, context.rank // per_row, replicate * shard, group)
 
 
 def shard_model(

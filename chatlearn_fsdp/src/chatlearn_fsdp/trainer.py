@@ -26,8 +26,8 @@ from chatlearn_hf.checkpoint_names import CheckpointLayout, takes_tensors
 from chatlearn_hf.forward_check import Choice, choose_forward
 from chatlearn_hf.lora import LoraSettings
 from chatlearn_hf.packed_forward import PackedModel, requested_outputs
+from chatlearn_hf.token_group import TokenGroup
 from chatlearn_hf.training_noise import start_training
-from chatlearn_hf.ulysses import UlyssesGroup
 from chatlearn_hf.varlen_attention import PackedLayout
 from chatlearn_hf.weight_export import adapter_manifest
 from chatlearn_trainer_kit.micro_batch_trainer import MicroBatchTrainer
@@ -203,7 +203,7 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
             sequences=self.options.sequences,
             dtype=self._compute_dtype,
             autocast=self._autocast,
-            ulysses=self._ulysses,
+            sharing=self._sharing,
             agree=self._max_over_ranks,
         )
         free_gathered(model)
@@ -254,8 +254,8 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
         )
 
     @property
-    def _ulysses(self) -> UlyssesGroup | None:
-        return self._ranks.ulysses if self._ranks is not None else None
+    def _sharing(self) -> TokenGroup | None:
+        return self._ranks.sharing if self._ranks is not None else None
 
     def _rows(self, model: PackedModel) -> tuple[bool, bool]:
         return model.takes_shared_rows, model.rows == "padded"
@@ -263,7 +263,7 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
     def _with_layouts(self, cut: MicroBatches) -> Iterator[tuple[TrainBatch, PackedLayout]]:
         """Yield each micro-batch on the device, with its layout."""
         for micro, rows in cut.on(self._device):
-            yield micro, PackedLayout(micro.lengths, self._device, self._ulysses, rows)
+            yield micro, PackedLayout(micro.lengths, self._device, self._sharing, rows)
 
     def _autocast(self) -> AbstractContextManager[object]:
         # Sharded modules cast by their own precision policy.

@@ -111,8 +111,8 @@ class MegatronModel:
         rotary = None
         if self.rotary is not None:
             positions = layout.position_ids
-            if layout.ulysses is not None:
-                positions = layout.ulysses.split(positions)
+            if layout.sharing is not None:
+                positions = layout.sharing.split(positions)
             shape = torch.empty(0, dtype=self.config.params_dtype, device=positions.device)
             with torch.no_grad():
                 rotary = self.rotary(shape, positions[None])
@@ -126,8 +126,8 @@ class MegatronModel:
     def hidden(self, chunk: nn.Module, token_ids: Tensor, rows: PackedRows) -> Tensor:
         """Run one chunk. Returns the last hidden states [R, H] on the last stage, otherwise what the next one takes."""
         positions = rows.layout.position_ids
-        if rows.layout.ulysses is not None:
-            token_ids, positions = rows.layout.ulysses.split(token_ids), rows.layout.ulysses.split(positions)
+        if rows.layout.sharing is not None:
+            token_ids, positions = rows.layout.sharing.split(token_ids), rows.layout.sharing.split(positions)
         output: Tensor = chunk(token_ids[None], positions[None], None, packed_seq_params=rows)
         return output
 

@@ -56,7 +56,7 @@ def _run_jobs(
     defaults |= {"head": "lm", "updates": 1, "trainable": True}
     complete = {name: defaults | {"options": {}} | job for name, job in jobs.items()}
     for name, job in complete.items():
-        job["world"] = len(job["slices"]) * job["options"].get("ulysses", 1)
+        job["world"] = len(job["slices"]) * job["options"].get("ulysses", 1) * job["options"].get("ring", 1)
         # Not tcp: connections of one job may take the port that was free for a later one.
         job["rendezvous"] = f"file://{directory / name}.rendezvous" if job["world"] > 1 else None
     directory.mkdir(parents=True)

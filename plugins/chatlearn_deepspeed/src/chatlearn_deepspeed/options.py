@@ -65,14 +65,15 @@ class DeepSpeedOptions(PackedTrainerOptions):
         return self
 
     def check_ranks(self, ranks: int) -> None:
-        """Check that Ulysses groups divide the ranks.
+        """Check that the ranks can be divided into those that share rows.
 
         Raises:
             ValueError: they do not; the message has the sizes that do.
         """
-        if ranks % self.ulysses:
+        if ranks % self.ranks_per_row:
+            name = "ring" if self.ring > 1 else "ulysses"
             fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
             raise ValueError(
-                f"ulysses {self.ulysses} does not divide the role's ranks: {ranks}; set ulysses to one of"
-                f" {', '.join(map(str, fits))}, or ranks to a multiple of {self.ulysses}"
+                f"{name} {self.ranks_per_row} does not divide the role's ranks: {ranks}; set {name} to one of"
+                f" {', '.join(map(str, fits))}, or ranks to a multiple of {self.ranks_per_row}"
             )

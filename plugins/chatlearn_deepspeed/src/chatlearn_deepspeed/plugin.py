@@ -14,7 +14,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
     return [
         TrainerSpec(
             name="deepspeed",
-            summary="DeepSpeed ZeRO 1, 2 and 3 on Hugging Face models: packed sequences, CPU offload, Ulysses, LoRA",
+            summary="DeepSpeed ZeRO 1, 2 and 3 on Hugging Face models: packing, offload, Ulysses, ring attention, LoRA",
             factory="chatlearn_deepspeed.trainer:DeepSpeedTrainer",
             options="chatlearn_deepspeed.options:DeepSpeedOptions",
             check_engine="chatlearn_deepspeed.engine_arguments:engine_problems",
@@ -37,11 +37,12 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
             exports=frozenset({"full_tensors", "boxes"}),
             payloads=frozenset({"full", "adapter"}),
             channels=frozenset({"tensors", "boxes"}),
-            parallel={"sp": "ulysses"},
+            parallel={"sp": "ulysses", "cp": "ring"},
             reshards=True,
             layout_options=(
                 "zero_stage",
                 "ulysses",
+                "ring",
                 "offload_optimizer",
                 "offload_params",
                 "export_bucket_mib",

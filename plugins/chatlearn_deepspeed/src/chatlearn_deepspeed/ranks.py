@@ -13,6 +13,8 @@ from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import RoleContext
 from chatlearn_deepspeed.library import forget_communication, start_communication
 from chatlearn_deepspeed.options import DeepSpeedOptions
+from chatlearn_hf.ring_attention import RingGroup
+from chatlearn_hf.token_group import TokenGroup
 from chatlearn_hf.ulysses import UlyssesGroup
 from chatlearn_hosting.rendezvous import group_interfaces
 from chatlearn_hosting.role_group import RoleGroup, join_role_group
@@ -20,10 +22,10 @@ from chatlearn_hosting.role_group import RoleGroup, join_role_group
 
 @dataclass(slots=True)
 class ZeroRanks:
-    """The ranks of a trainer, one process each: batch slices x ``ulysses``, the last varying fastest."""
+    """The ranks of a trainer, one process each: batch slices x ranks of a row, the last varying fastest."""
 
     group: RoleGroup
-    ulysses: UlyssesGroup | None
+    sharing: TokenGroup | None
 
     @property
     def size(self) -> int:
@@ -32,7 +34,7 @@ class ZeroRanks:
     @property
     def leads_slice(self) -> bool:
         """Whether this rank is the first of the ranks that share a batch slice."""
-        return self.ulysses is None or self.ulysses.rank == 0
+        return self.sharing is None or self.sharing.rank == 0
 
     def all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduce over all ranks, in place."""
@@ -49,7 +51,7 @@ class ZeroRanks:
 
 
 def check_ranks(options: DeepSpeedOptions, context: RoleContext) -> None:
-    """Raises: ConfigError: Ulysses groups do not divide the role's ranks."""
+    """Raises: ConfigError: the ranks that share a row do not divide the role's."""
     try:
         options.check_ranks(context.world_size)
     except ValueError as error:
@@ -66,9 +68,9 @@ def join_ranks(options: DeepSpeedOptions, context: RoleContext) -> ZeroRanks:
     with group_interfaces(context.rendezvous):
         group = join_role_group(context, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         start_communication(device)
-        ulysses: UlyssesGroup | None = None
-        if options.ulysses > 1:
-            sizes = (context.world_size // options.ulysses, options.ulysses)
-            slices = init_device_mesh(device.type, sizes, mesh_dim_names=("slice", "ulysses"))
-            ulysses = UlyssesGroup(slices.get_group("ulysses"))
-    return ZeroRanks(group, ulysses)
+        sharing: TokenGroup | None = None
+        if options.ranks_per_row > 1:
+            sizes = (context.world_size // options.ranks_per_row, options.ranks_per_row)
+            slices = init_device_mesh(device.type, sizes, mesh_dim_names=("slice", "row"))
+            sharing = (RingGroup if options.ring > 1 else UlyssesGroup)(slices.get_group("row"))
+    return ZeroRanks(group, sharing)

@@ -26,8 +26,8 @@ from chatlearn_deepspeed.zero import ZeroModel, configuration
 from chatlearn_hf.checkpoint_names import CheckpointLayout, StateTensor, takes_tensors
 from chatlearn_hf.forward_check import Choice, choose_forward
 from chatlearn_hf.packed_forward import PackedModel, requested_outputs
+from chatlearn_hf.token_group import TokenGroup
 from chatlearn_hf.training_noise import start_training
-from chatlearn_hf.ulysses import UlyssesGroup
 from chatlearn_hf.varlen_attention import PackedLayout
 from chatlearn_hf.weight_export import spread_over_ranks, write_model_directory
 from chatlearn_trainer_kit.micro_batch_trainer import MicroBatchTrainer
@@ -40,7 +40,7 @@ MIB = 1 << 20
 class DeepSpeedTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
     """Implements ``chatlearn_core.protocols.Trainer`` with DeepSpeed's ZeRO over ``context.rendezvous``.
 
-    Every rank takes its own slice of a batch; ranks of one Ulysses group share a slice.
+    Every rank takes its own slice of a batch; ranks that share rows share a slice.
     """
 
     options: DeepSpeedOptions
@@ -90,7 +90,7 @@ class DeepSpeedTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
             sequences=options.sequences,
             dtype=getattr(torch, options.param_dtype),
             autocast=self._zero.head_gathered,
-            ulysses=self._ulysses,
+            sharing=self._sharing,
             agree=self._max_over_ranks,
             num_elements=num_elements,
         )
@@ -235,8 +235,8 @@ class DeepSpeedTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
         )
 
     @property
-    def _ulysses(self) -> UlyssesGroup | None:
-        return self._ranks.ulysses if self._ranks is not None else None
+    def _sharing(self) -> TokenGroup | None:
+        return self._ranks.sharing if self._ranks is not None else None
 
     # What MicroBatchTrainer asks for
 
@@ -245,7 +245,7 @@ class DeepSpeedTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
 
     def _with_layouts(self, cut: MicroBatches) -> Iterator[tuple[TrainBatch, PackedLayout]]:
         for micro, rows in cut.on(self._device):
-            yield micro, PackedLayout(micro.lengths, self._device, self._ulysses, rows)
+            yield micro, PackedLayout(micro.lengths, self._device, self._sharing, rows)
 
     def _forward(self, model: PackedModel, micro: TrainBatch, layout: PackedLayout, request: OutputRequest) -> Outputs:
         return requested_outputs(self._sharded().module, micro, layout, request)

@@ -31,7 +31,7 @@ from chatlearn_hf.model_directory import attention_implementation
 from chatlearn_hf.packed_forward import PackedModel, Rows
 from chatlearn_hf.sequence_thresholds import Threshold, thresholds
 from chatlearn_hf.tiny_architectures import build_stand_in
-from chatlearn_hf.ulysses import UlyssesGroup
+from chatlearn_hf.token_group import TokenGroup
 from chatlearn_hf.varlen_attention import VARLEN_ATTENTION, PackedLayout
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class ForwardCheck:
         device: device of the computation.
         dtype: dtype of the computation.
         autocast: returns a context for every forward pass.
-        ulysses: ranks that share a row's tokens.
+        sharing: ranks that share a row's tokens.
         max_length: longest sequence that the run computes, in tokens; None means no limit.
         agree: reduces a difference over all ranks by maximum.
         num_elements: number of elements of all parameters; None counts them, for which they must be whole.
@@ -160,7 +160,7 @@ class ForwardCheck:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-        ulysses: UlyssesGroup | None = None,
+        sharing: TokenGroup | None = None,
         max_length: int | None = None,
         agree: Callable[[float], float] = float,
         num_elements: int | None = None,
@@ -169,7 +169,7 @@ class ForwardCheck:
         self.device = torch.device(device)
         self.tolerance = TOLERANCE if dtype in (torch.float32, torch.float64) else LOW_PRECISION_TOLERANCE
         self.autocast = autocast
-        self.ulysses = ulysses
+        self.sharing = sharing
         self.agree = agree
         self.num_elements = num_elements or sum(parameter.numel() for parameter in model.parameters())
         self.thresholds = [
@@ -219,10 +219,12 @@ class ForwardCheck:
 
     def _structural_reason(self, way: Way) -> str | None:
         model = self.model.model
-        if self.ulysses is not None and way != Way("varlen", "packed"):
-            return "ulysses needs packed rows and attention varlen"
-        if self.ulysses is not None and self.model.has_sequence_rope:
-            return "its rotary embedding depends on a sequence's length, but a ulysses rank sees only part of it"
+        if self.sharing is not None and way != Way("varlen", "packed"):
+            return "ranks can share only packed rows, with attention varlen"
+        if self.sharing is not None and self.model.has_sequence_rope:
+            return (
+                "its rotary embedding depends on a sequence's length, but a rank that shares rows sees only part of it"
+            )
         if not self._can_set(way.attention):
             return f"{type(model).__name__} has no attention {way.attention!r}"
         if way.attention == "sdpa" and getattr(self.config, "attn_logit_softcapping", None) is not None:
@@ -314,7 +316,7 @@ class ForwardCheck:
         sequences = [self._tokens(length, place) for place, length in enumerate(lengths)]
         expected = [self._alone(tokens, place) for place, tokens in enumerate(sequences)]
         self._set(way)
-        layout = PackedLayout(lengths, self.device, self.ulysses)
+        layout = PackedLayout(lengths, self.device, self.sharing)
         names = {"lm": ("logprobs", "entropy"), "value": ("values",), "reward": ("scores",)}[self.model.head]
         with self.autocast():
             outputs = self.model(torch.cat(sequences), layout, names)
@@ -374,8 +376,8 @@ class ForwardCheck:
         self.model.rows = way.rows
 
     def _error(self, attention: Attention, sequences: Sequences, refused: list[tuple[Way, str]]) -> ModelError:
-        tried = set() if self.ulysses is not None else {way for way, _ in refused}
-        condition, self.ulysses = ("with ulysses 1, " if self.ulysses is not None else ""), None
+        tried = set() if self.sharing is not None else {way for way, _ in refused}
+        condition, self.sharing = ("with ulysses 1 and ring 1, " if self.sharing is not None else ""), None
         others = dict.fromkeys(way for ways in WAYS.values() for way in ways if way not in tried)
         right = [str(way) for way in others if self.reason_against(way) is None]
         advice = (
@@ -399,7 +401,7 @@ def choose_forward(
     sequences: Sequences,
     dtype: torch.dtype,
     autocast: Callable[[], AbstractContextManager[object]],
-    ulysses: UlyssesGroup | None,
+    sharing: TokenGroup | None,
     agree: Callable[[float], float],
     num_elements: int | None = None,
 ) -> Choice:
@@ -413,7 +415,7 @@ def choose_forward(
         sequences: rows asked for.
         dtype: dtype of forward passes.
         autocast: context of forward passes.
-        ulysses: ranks that share a row.
+        sharing: ranks that share a row.
         agree: reduces a number to the largest of all ranks.
         num_elements: see ``ForwardCheck``.
 
@@ -425,7 +427,7 @@ def choose_forward(
         device=torch.device(context.device),
         dtype=dtype,
         autocast=autocast,
-        ulysses=ulysses,
+        sharing=sharing,
         max_length=source.max_length,
         agree=agree,
         num_elements=num_elements,

@@ -61,7 +61,7 @@ class PackedModel(nn.Module):
     def hidden_states(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
         """Return the last hidden states (after the final norm) [T, H] of packed ``token_ids`` [T].
 
-        Under Ulysses (``layout.ulysses``) every rank passes the whole row and gets the states of its part.
+        Where ranks share the row (``layout.sharing``), every rank passes the whole row and gets the states of its part.
         """
         return layout.expand(self._trunk(token_ids, layout))
 
@@ -77,8 +77,8 @@ class PackedModel(nn.Module):
         if self.rows == "padded":
             return self._padded_trunk(token_ids, layout)
         token_ids, position_ids = layout.reduce(token_ids), layout.reduce(layout.position_ids)
-        if layout.ulysses is not None:
-            token_ids, position_ids = layout.ulysses.split(token_ids), layout.ulysses.split(position_ids)
+        if layout.sharing is not None:
+            token_ids, position_ids = layout.sharing.split(token_ids), layout.sharing.split(position_ids)
         output = trunk_of(self.model)(
             input_ids=token_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
@@ -94,7 +94,7 @@ class PackedModel(nn.Module):
 
         No mask hides the padding: causal trunks, including recurrent ones, do not depend on later tokens.
         """
-        assert layout.ulysses is None, "ranks share the tokens of a packed row only"
+        assert layout.sharing is None, "ranks share the tokens of a packed row only"
         source, real = layout.padded_rows()
         arguments: dict[str, Tensor] = {}
         if self.has_sequence_rope:
@@ -118,8 +118,8 @@ class PackedModel(nn.Module):
         """Return outputs by name, in float32, aligned as ``types.outputs`` states; ``hidden_states`` is [T, H].
 
         An empty row (T = 0) runs dummy tokens through the model and returns empty outputs that stay connected to every
-        parameter's graph, so that a rank without work takes part in the collectives of sharded models. Under Ulysses
-        every rank of the group gets the whole outputs; see ``UlyssesGroup.gather`` for their gradient.
+        parameter's graph, so that a rank without work takes part in the collectives of sharded models. Every
+        rank that shares a row gets the whole outputs; see ``TokenGroup.gather`` for their gradient.
 
         Args:
             token_ids: [T] int64, S concatenated sequences.
@@ -139,7 +139,7 @@ class PackedModel(nn.Module):
         call = TokenOutputs(names, temperature, loss_mask, top_k, selected_ids, kept_ids)
         call.check(self.head, token_ids, self.vocab_size)
         if not token_ids.shape[0]:
-            layout = PackedLayout([2], token_ids.device, layout.ulysses)
+            layout = PackedLayout([2], token_ids.device, layout.sharing)
             outputs = call.of_two_tokens().of(
                 self._trunk(token_ids.new_zeros(2), layout), token_ids.new_zeros(2), layout, self._score, self._logprobs
             )

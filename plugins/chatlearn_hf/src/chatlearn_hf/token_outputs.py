@@ -145,39 +145,39 @@ class TokenOutputs:
         """Return outputs by name, in float32, aligned as ``types.outputs`` states; ``hidden_states`` is [T, H].
 
         Args:
-            hidden: [R, H] last hidden states of the computed rows, perhaps with rows of padding after them; under
-                Ulysses this rank's part of them.
+            hidden: [R, H] last hidden states of the computed rows, perhaps with rows of padding after them; of
+                ranks that share a row, this rank's part of them.
             token_ids: [T] int64, S concatenated sequences.
             layout: layout of the same S sequences.
             score: head of ``values`` and ``scores``.
             logprobs: head of the other outputs.
         """
-        names, ulysses, num_tokens = self.names, layout.ulysses, layout.num_tokens
+        names, sharing, num_tokens = self.names, layout.sharing, layout.num_tokens
         outputs: Outputs = {}
         if "hidden_states" in names:
-            whole = layout.expand(hidden) if ulysses is None else ulysses.gather(hidden, num_tokens)
+            whole = layout.expand(hidden) if sharing is None else sharing.gather(hidden, num_tokens)
             outputs["hidden_states"] = whole[:num_tokens]
         if "scores" in names:
             last = layout.cu_seqlens[1:].long() - 1
-            if ulysses is None:
+            if sharing is None:
                 outputs["scores"] = score(hidden[layout.rows_of(last)])
             else:
-                outputs["scores"] = ulysses.gather(score(hidden), num_tokens)[last]
+                outputs["scores"] = sharing.gather(score(hidden), num_tokens)[last]
         if not set(names) - {"hidden_states", "scores"}:
             return outputs
         # Shift before any split: the label of a rank's last row may be another rank's first token.
         rows, targets = prediction_rows(layout.cu_seqlens, self.loss_mask)
         own_rows, own_targets = layout.rows_of(rows), targets
-        if ulysses is not None:
-            first = ulysses.rank * hidden.shape[0]
+        if sharing is not None:
+            first = sharing.rank * hidden.shape[0]
             held = (rows >= first) & (rows < first + hidden.shape[0])
             own_rows, own_targets = rows[held] - first, targets[held]
 
         def aligned(values: Tensor) -> Tensor:
             """Scatter the values of this rank's rows into [T, ...]."""
-            if ulysses is not None:
+            if sharing is not None:
                 part = values.new_zeros(hidden.shape[0], *values.shape[1:]).index_copy(0, own_rows, values)
-                values = ulysses.gather(part, num_tokens).index_select(0, rows)
+                values = sharing.gather(part, num_tokens).index_select(0, rows)
             return values.new_zeros(num_tokens, *values.shape[1:]).index_copy(0, targets, values)
 
         before = hidden.index_select(0, own_rows)

@@ -3,9 +3,7 @@ attention.
 
 Each rank of a group holds 1/n of the row's tokens through the whole model. Before attention one all-to-all exchanges
 tokens for heads, so that a rank sees the whole row for 1/n of the heads; another one reverses it afterwards. Both are
-their own transposes, so gradients take the same way. Outputs are gathered in canonical order. Every rank of the group
-then computes the same loss from them, so a rank's gradient is its own slice of the incoming gradient, unscaled, and the
-*sum* over the group is the gradient of that loss.
+their own transposes, so gradients take the same way.
 """
 
 from __future__ import annotations
@@ -18,39 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from chatlearn_core.exceptions import ModelError
+from chatlearn_hf.token_group import TokenGroup, padded
 
 
-class UlyssesGroup:
-    """The ranks that share each packed row.
+class UlyssesGroup(TokenGroup):
+    """Ranks that exchange tokens for heads in attention."""
 
-    Args:
-        group: process group of the ranks, in the order in which they hold the row's tokens.
-    """
-
-    __slots__ = ("group", "rank", "size")
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-
-    def tokens_per_rank(self, num_tokens: int) -> int:
-        """Number of tokens that every rank holds of a row of ``num_tokens``, including padding at the row's end."""
-        return -(-num_tokens // self.size)
-
-    def split(self, values: Tensor) -> Tensor:
-        """Return this rank's part [ceil(T / n), ...] of [T, ...], with zeros beyond the row's end."""
-        share = self.tokens_per_rank(values.shape[0])
-        part = values[self.rank * share : (self.rank + 1) * share]
-        return _padded(part, share)
-
-    def gather(self, part: Tensor, num_tokens: int) -> Tensor:
-        """Gather [T, ...] from every rank's [ceil(T / n), ...]; a part's gradient is its slice of the whole gradient.
-
-        All ranks must use the result in the same way, because gradients are not summed here.
-        """
-        whole: Tensor = _GatherRows.apply(part, self)  # type: ignore[no-untyped-call]  # torch does not annotate it
-        return whole[:num_tokens]
+    __slots__ = ()
 
     def tokens_to_heads(
         self, query: Tensor, key: Tensor, value: Tensor, num_tokens: int
@@ -93,7 +65,7 @@ class UlyssesGroup:
         """Exchange heads for tokens after attention: [ceil(T / n), Hq, D] from [T, Hq / n, D]."""
         num_tokens, own, size = attended.shape
         share = self.tokens_per_rank(num_tokens)
-        blocks = _padded(attended, share * self.size).view(self.size, share, own, size)
+        blocks = padded(attended, share * self.size).view(self.size, share, own, size)
         return self._exchange(blocks).transpose(0, 1).reshape(share, self.size * own, size)
 
     def _exchange(self, blocks: Tensor) -> Tensor:
@@ -132,12 +104,6 @@ def key_heads_of_ranks(num_heads: int, num_key_heads: int, size: int) -> list[in
     return [head for heads in (distinct if even else used) for head in heads]
 
 
-def _padded(values: Tensor, rows: int) -> Tensor:
-    """Return ``values`` with zeros appended, [rows, ...]."""
-    missing = rows - values.shape[0]
-    return values if not missing else torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
-
-
 class _AllToAll(torch.autograd.Function):
     """All-to-all of [n, ...]: block j goes to rank j; block i of the result comes from rank i."""
 
@@ -154,20 +120,3 @@ class _AllToAll(torch.autograd.Function):
         received = torch.empty_like(gradient, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, gradient.contiguous(), group=ctx.ulysses.group)
         return received, None
-
-
-class _GatherRows(torch.autograd.Function):
-    """All-gather of [n * rows, ...] from [rows, ...]; see ``UlyssesGroup.gather``."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, ulysses: UlyssesGroup) -> Tensor:
-        ctx.ulysses, ctx.rows = ulysses, part.shape[0]
-        whole = part.new_empty(ulysses.size * part.shape[0], *part.shape[1:])
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=ulysses.group)
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        first = ctx.ulysses.rank * ctx.rows
-        return gradient[first : first + ctx.rows].contiguous(), None

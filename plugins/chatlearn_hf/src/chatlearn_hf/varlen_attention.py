@@ -16,6 +16,8 @@ from transformers import AttentionInterface
 
 from chatlearn_core.exceptions import ModelError
 from chatlearn_hf.padded_attention import ScoreRule, attend
+from chatlearn_hf.ring_attention import Reach, RingGroup
+from chatlearn_hf.token_group import TokenGroup
 from chatlearn_hf.ulysses import UlyssesGroup
 
 VARLEN_ATTENTION = "chatlearn_varlen"
@@ -41,21 +43,22 @@ class PackedLayout:
     Args:
         lengths: number of tokens of each sequence.
         device: device of the index tensors.
-        ulysses: the ranks that share the row's tokens; None if this rank holds them all.
+        sharing: the ranks that share the row's tokens; None if this rank holds them all.
         rows: [T] int64, the computed row of each token, all R rows used (``SharedPrompts.rows``); tokens of one row
-            must be equal and follow equal tokens. None: each token has its own row. Not allowed with ``ulysses``.
+            must be equal and follow equal tokens. None: each token has its own row. Not allowed with ``sharing``.
     """
 
     __slots__ = (
         "_buckets",
+        "_reaches",
         "_restore",
         "cu_seqlens",
         "lengths",
         "max_length",
         "position_ids",
         "row_of_token",
+        "sharing",
         "token_of_row",
-        "ulysses",
         "windows",
     )
 
@@ -63,12 +66,12 @@ class PackedLayout:
         self,
         lengths: Sequence[int],
         device: torch.device | str = "cpu",
-        ulysses: UlyssesGroup | None = None,
+        sharing: TokenGroup | None = None,
         rows: Tensor | None = None,
     ) -> None:
-        assert rows is None or ulysses is None, "ulysses needs a computed row for each token"
+        assert rows is None or sharing is None, "ranks that share a row need a computed row for each token"
         self.lengths = list(lengths)
-        self.ulysses = ulysses
+        self.sharing = sharing
         """The ranks that share the row's tokens; None if this rank holds them all."""
         self.max_length = max(self.lengths, default=0)
         sizes = torch.as_tensor(self.lengths, dtype=torch.int64)
@@ -91,12 +94,19 @@ class PackedLayout:
             self.row_of_token, self.token_of_row = rows.to(device), token_of_row.to(device)
         self._buckets: list[tuple[int, int, Tensor]] | None = None
         self._restore: Tensor | None = None
+        self._reaches: dict[int | None, Reach] = {}
         self.windows: set[int] = set()
         """Sliding windows that attention layers have requested."""
 
     @property
     def num_tokens(self) -> int:
         return int(self.position_ids.shape[0])
+
+    def reach(self, ring: RingGroup, window: int | None) -> Reach:
+        """What the tokens see under a sliding window, for the ranks of a ring."""
+        if window not in self._reaches:
+            self._reaches[window] = ring.reach(self.position_ids, window)
+        return self._reaches[window]
 
     def rows_of(self, tokens: Tensor) -> Tensor:
         """Return the computed rows [N] of the tokens at positions [N] int64."""
@@ -185,8 +195,8 @@ def varlen_attention_forward(
 
     Args:
         module: the attention layer; used only for its training mode (dropout).
-        query: [1, Hq, R, D], the computed rows (R = T unless the layout shares rows); under Ulysses this rank's part of
-            the tokens.
+        query: [1, Hq, R, D], the computed rows (R = T unless the layout shares rows); of ranks that share a row, this
+            rank's part of the tokens.
         key: [1, Hkv, R, D], Hkv divides Hq.
         value: [1, Hkv, R, Dv].
         attention_mask: must be None.
@@ -217,7 +227,14 @@ def varlen_attention_forward(
             )
     if sliding_window is not None:
         packed_layout.windows.add(sliding_window)
-    ulysses, width = packed_layout.ulysses, value.shape[-1]
+    sharing, width = packed_layout.sharing, value.shape[-1]
+    probability = dropout if module.training else 0.0
+    if isinstance(sharing, RingGroup):
+        rule = ScoreRule(scaling, sliding_window, softcap, s_aux, probability)
+        query_rows, key_rows, value_rows = (part[0].transpose(0, 1) for part in (query, key, value))
+        reach = packed_layout.reach(sharing, sliding_window)
+        return sharing.attend(query_rows, key_rows, value_rows, reach, rule).unsqueeze(0), None
+    ulysses = sharing if isinstance(sharing, UlyssesGroup) else None
     if ulysses is not None and query.shape[-1] != width:  # Ulysses exchanges query, key and value together
         scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
         query, key, value = _equally_wide(query, key, value)
@@ -227,7 +244,6 @@ def varlen_attention_forward(
             own = s_aux.shape[0] // ulysses.size
             s_aux = s_aux[ulysses.rank * own : (ulysses.rank + 1) * own]
         rows = ulysses.tokens_to_heads(*rows, packed_layout.num_tokens)
-    probability = dropout if module.training else 0.0
     rule = ScoreRule(scaling, sliding_window, softcap, s_aux, probability)
     if _flash_fits(query, value, rule):
         # The kernel takes sequences that lie end to end.

@@ -77,18 +77,18 @@ class MicroBatchTrainer(RankTrainer[ModelT, torch.optim.Optimizer], Generic[Mode
 
     @property
     def data_parallel_rank(self) -> int:
-        """Index of this rank's batch slice; the ranks of one Ulysses group share a slice."""
-        return self.context.rank // self.options.ulysses
+        """Index of this rank's batch slice; the ranks that share rows share a slice."""
+        return self.context.rank // self.options.ranks_per_row
 
     @property
     def data_parallel_size(self) -> int:
         """Number of batch slices."""
-        return self.context.world_size // self.options.ulysses
+        return self.context.world_size // self.options.ranks_per_row
 
     def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
         """See the protocol. Per-token outputs are [T] (``hidden_states`` [T, H]), ``scores`` [S].
 
-        All ranks of one Ulysses group return the same outputs.
+        All ranks that share rows return the same outputs.
         """
         model = self._ready("weights")
         model.eval()
@@ -105,7 +105,7 @@ class MicroBatchTrainer(RankTrainer[ModelT, torch.optim.Optimizer], Generic[Mode
         """See the protocol. Adds ``timing_s/forward|backward|optimizer`` and
         ``perf/micro_batches|tokens|computed_tokens``.
 
-        ``computed_tokens`` counts a shared prompt once. Of the ranks that share a slice (Ulysses) only the first
+        ``computed_tokens`` counts a shared prompt once. Of the ranks that share a slice only the first
         returns metrics, so that metrics can be merged over all ranks.
         """
         model = self._ready("weights", "gradients", "optimizer")
@@ -144,8 +144,8 @@ class MicroBatchTrainer(RankTrainer[ModelT, torch.optim.Optimizer], Generic[Mode
         return MicroBatches(
             batch,
             options.max_tokens_per_micro_batch,
-            # Ulysses splits a row by its tokens.
-            share_prompts=options.share_prompts and shares_rows and options.ulysses == 1,
+            # Ranks that share a row divide its tokens.
+            share_prompts=options.share_prompts and shares_rows and options.ranks_per_row == 1,
             padded=is_padded,
             agree=self._max_count if self._ranks is not None and self._ranks.size > 1 else None,
         )

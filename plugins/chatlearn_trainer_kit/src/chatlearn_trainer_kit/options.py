@@ -69,7 +69,7 @@ class PackedTrainerOptions(OptimizerOptions):
         True,
         description="Compute the common prompt tokens of a group's sequences once in each micro-batch, with the same"
         " gradients. They then count once in the token budget, plus an eighth for each repetition. Needs attention"
-        " varlen, packed sequences and ulysses 1; otherwise prompts are computed separately.",
+        " varlen, packed sequences, ulysses 1 and ring 1; otherwise prompts are computed separately.",
     )
     logits_chunk_tokens: int | None = Field(
         None, ge=1, description="Tokens whose logits are held at once; null keeps them under 128 MiB in float32."
@@ -93,6 +93,12 @@ class PackedTrainerOptions(OptimizerOptions):
     ulysses: int = Field(
         1, ge=1, description="Ranks that share the tokens of each packed row (sequence parallelism by heads)."
     )
+    ring: int = Field(
+        1,
+        ge=1,
+        description="Ranks that share the tokens of each packed row and pass keys and values on (ring attention): for"
+        " more ranks than ulysses can have.",
+    )
     experts: Literal["auto", "grouped_mm", "eager"] = Field(
         "auto", description="Mixtures: one grouped matmul, or a loop over experts; auto groups where torch supports it."
     )
@@ -106,16 +112,26 @@ class PackedTrainerOptions(OptimizerOptions):
         """Payloads that a trainer with these options can send: adapters only if it trains some."""
         return frozenset({"full", "adapter"} if self.lora is not None else {"full"})
 
+    @property
+    def ranks_per_row(self) -> int:
+        """Number of ranks that share the tokens of a packed row."""
+        return self.ulysses * self.ring
+
     @model_validator(mode="after")
-    def _ulysses_has_its_attention(self) -> PackedTrainerOptions:
-        if self.ulysses > 1 and self.attention != "varlen":
+    def _shared_rows_have_their_attention(self) -> PackedTrainerOptions:
+        if self.ulysses > 1 and self.ring > 1:
             raise ValueError(
-                f"ulysses {self.ulysses} exchanges heads inside attention 'varlen', and attention is"
-                f" {self.attention!r}; set attention: varlen, or ulysses: 1"
+                f"ulysses {self.ulysses} and ring {self.ring} both divide the tokens of a row; set one of them to 1"
             )
-        if self.ulysses > 1 and self.sequences == "padded":
+        name = "ring" if self.ring > 1 else "ulysses"
+        if self.ranks_per_row > 1 and self.attention != "varlen":
             raise ValueError(
-                f"ulysses {self.ulysses} splits the tokens of packed rows, but sequences is 'padded'; set sequences:"
-                " auto, or ulysses: 1"
+                f"{name} {self.ranks_per_row} works inside attention 'varlen', and attention is"
+                f" {self.attention!r}; set attention: varlen, or {name}: 1"
+            )
+        if self.ranks_per_row > 1 and self.sequences == "padded":
+            raise ValueError(
+                f"{name} {self.ranks_per_row} splits the tokens of packed rows, but sequences is 'padded'; set"
+                f" sequences: auto, or {name}: 1"
             )
         return self
