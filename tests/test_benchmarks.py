@@ -186,7 +186,7 @@ def test_weight_export() -> None:
     assert all(0.5 <= way["sent_share"] <= 1.0 for way in result["ways"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.engine
 def test_driver_scaling() -> None:
     result = run_benchmark("driver_scaling", "--samples", "64", "512", "--replicas", "1", "8")

@@ -130,7 +130,7 @@ print(sum(map(str.isalpha, ask())))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_on_ray_a_black_box_agent_makes_the_rollouts_of_the_local_runtime(
     two_turns: Any, chatlearn: Any, tmp_path: Path
 ) -> None:

@@ -64,7 +64,12 @@ ENGINES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "generator"),
-    [("gsm8k", "transformers"), ("math", "transformers"), ("gsm8k", "vllm"), ("gsm8k", "sglang")],
+    [
+        ("gsm8k", "transformers"),
+        ("math", "transformers"),
+        ("gsm8k", "vllm"),
+        pytest.param("gsm8k", "sglang", marks=pytest.mark.thorough),
+    ],
 )
 async def test_grpo_on_real_data(
     name: str, generator: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -61,7 +61,7 @@ def test_a_killed_run_with_normalised_verdicts_ends_bit_identical(recipe: Any, c
 
 @pytest.mark.parametrize(
     ("runtime", "algorithm"),
-    [("local", GRPO), ("local", RLAIF), pytest.param("ray", GRPO, marks=pytest.mark.slow)],
+    [("local", GRPO), ("local", RLAIF), pytest.param("ray", GRPO, marks=pytest.mark.thorough)],
     ids=["grpo-local", "online_dpo-local", "grpo-ray"],
 )
 def test_a_judge_that_answers_nonsense_is_a_counted_exclusion(
@@ -96,7 +96,7 @@ NO_PAGE = ("judge", 404, "/chat/completions", "correct the options endpoint.base
 
 @pytest.mark.parametrize(
     ("runtime", "refusal"),
-    [("local", NO_KEY), ("local", NO_PAGE), pytest.param("ray", NO_KEY, marks=pytest.mark.slow)],
+    [("local", NO_KEY), ("local", NO_PAGE), pytest.param("ray", NO_KEY, marks=pytest.mark.thorough)],
     ids=["http-local", "judge-local", "http-ray"],
 )
 def test_a_server_that_refuses_access_ends_the_run_although_others_were_scored(

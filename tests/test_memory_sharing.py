@@ -393,7 +393,7 @@ def test_a_dry_run_says_which_gpus_an_engine_shares_with_whom(config: Path) -> N
         describe(assembled(config, "dry", *settings, "roles.trainer.ranks=3"))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_session")
 async def test_an_engine_on_two_gpus_takes_turns_with_those_on_each(config: Path, local: Path) -> None:

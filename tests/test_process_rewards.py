@@ -45,7 +45,7 @@ def metrics_of(run_dir: Path) -> dict[str, float]:
     return dict(lines[-1])
 
 
-@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.thorough)])
 def test_rewards_of_steps_reach_the_policy(stepwise: Any, chatlearn: Any, runtime: str) -> None:
     stepwise.content["runtime"] = {"backend": runtime, "options": {"num_threads": 1}}
     finished = chatlearn("run", stepwise.write())

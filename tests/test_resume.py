@@ -101,6 +101,7 @@ def test_ids_that_tokens_were_sampled_from_survive(recipe: Any, chatlearn: Any, 
     assert result_of(recipe.run_dir) == result_of(undisturbed)
 
 
+@pytest.mark.thorough
 def test_killed_again_and_again(recipe: Any, chatlearn: Any, result_of: Any, expected: Any) -> None:
     for moment in ("update:2", "metrics:1", "save:1", "completion:5", "synced:2", "update:3"):
         assert chatlearn("run", recipe.file, PROBE=moment).code == KILLED

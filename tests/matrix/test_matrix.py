@@ -37,8 +37,8 @@ from chatlearn_hf.tiny import build_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
-LEFT_TO_THE_WHOLE = {"transformers-tp1-untied-ray"}
-"""Benches that `make test` leaves out: the fault grid and the algorithms' runs use these two on Ray, too."""
+LEFT_TO_THE_WHOLE = {"transformers-tp1-untied-ray", "sglang-tp2-tied-ray"}
+"""Benches that `make test` leaves out: other tests use these backends on Ray, and SGLang's own two parallel workers."""
 RECORD = Path(__file__).parents[2] / "docs" / "tested-matrix.json"
 
 
