@@ -2,7 +2,8 @@
 
 A block of Python is executed, all those of a document in one namespace; one that begins with ``# src/acme/module.py``
 is that module, and is imported. A block of YAML is checked as a configuration: a whole run as it is, a part of one on
-top of a run that is valid. A block that cannot run has ``<!-- not run: reason -->`` on the line before it.
+top of a run that is valid. A block that cannot run has ``<!-- not run: reason -->`` on the line before it. One after
+``<!-- from KIND/FILE -->`` is quoted from the template of that kind, whose tests run elsewhere.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ DOCUMENTS = [
     ROOT / "benchmarks/README.md",
 ]
 FENCE = re.compile(
-    r"(?P<mark>^<!-- not run:(?P<reason>.*?)-->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(?:^<!-- not run:(?P<reason>.*?)-->\n)?(?:^<!-- from (?P<source>\S+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 MODULE = re.compile(r"# src/(\w+)/(\w+)\.py\n")
 PART_OF_A_RUN: dict[str, Any] = {
@@ -74,6 +76,8 @@ class Block:
     language: str
     text: str
     not_run: str | None
+    source: str | None
+    """``kind/file`` of the template that it is quoted from."""
     line: int
 
     def __str__(self) -> str:
@@ -83,7 +87,14 @@ class Block:
 def blocks(document: Path) -> list[Block]:
     text = document.read_text(encoding="utf-8")
     return [
-        Block(document, match["language"], match["text"], match["reason"], text.count("\n", 0, match.start()) + 1)
+        Block(
+            document,
+            match["language"],
+            match["text"],
+            match["reason"],
+            match["source"],
+            text.count("\n", 0, match.start()) + 1,
+        )
         for match in FENCE.finditer(text)
     ]
 
@@ -164,6 +175,21 @@ def test_json_is_json(block: Block) -> None:
     json.loads(block.text)
 
 
+QUOTED = [block for document in DOCUMENTS for block in blocks(document) if block.source is not None]
+
+
+@pytest.mark.parametrize("block", QUOTED, ids=str)
+def test_quoted_code_is_in_the_template(block: Block) -> None:
+    assert block.source is not None
+    kind, _, file = block.source.partition("/")
+    assert block.text in (TEMPLATE / kind / "src/acme_plugin" / file).read_text(encoding="utf-8")
+
+
+def test_every_template_is_a_worked_example() -> None:
+    quoted = {str(block.source).partition("/")[0] for block in QUOTED}
+    assert quoted == {folder.parent.parent.name for folder in TEMPLATE.glob("*/src/acme_plugin")}
+
+
 PYTHON = [document for document in DOCUMENTS if any(block.language == "python" for block in blocks(document))]
 
 
@@ -176,7 +202,7 @@ def test_python_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     sys.modules["documented"] = type(sys)("documented")  # where dataclasses look up names
     try:
         for block in blocks(document):
-            if block.language != "python" or block.not_run is not None:
+            if block.language != "python" or block.not_run is not None or block.source is not None:
                 continue
             if module := MODULE.match(block.text):
                 importlib.import_module(".".join(module.groups()))
