@@ -50,7 +50,8 @@ DOCUMENTS = [
     ROOT / "benchmarks/README.md",
 ]
 FENCE = re.compile(
-    r"(?:^<!-- not run:(?P<reason>.*?)-->\n)?(?:^<!-- from (?P<source>\S+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    r"(?:^<!-- not run:(?P<reason>.*?)-->\n)?(?:^<!-- from (?P<source>\S+) -->\n)?"
+    r"^```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 MODULE = re.compile(r"# src/(\w+)/(\w+)\.py\n")
