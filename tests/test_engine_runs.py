@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from chatlearn_cli.convert import convert
 from chatlearn_core.config.load import load_config
@@ -30,6 +34,11 @@ MISMATCH = 1e-4
 
 
 OTHER_TRAINER = {"kind": "trainer", "backend": "fsdp", "device": "cpu", "options": {"num_threads": 1}}
+TRUNCATED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
+CHECK = """
+def is_right(text, ground_truth):
+    return sum(map(ord, text)) % 3 == 0  # differs within groups
+"""
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(map(ord, solution_str)) % 97 / 97  # differs within every group
@@ -41,8 +50,9 @@ def configuration(
     generator: dict[str, Any],
     sampling: dict[str, Any],
     trainer: dict[str, Any] | None = None,
-    roles: dict[str, Any] | None = None,
+    roles: Mapping[str, Any] | None = None,
     algorithm: dict[str, Any] | None = None,
+    apply_chat_template: bool = False,
     **settings: Any,
 ) -> str:
     model = build_tiny_model(directory / "model", hidden=128)
@@ -50,32 +60,32 @@ def configuration(
     data = directory / "prompts.jsonl"
     reward = directory / "reward.py"
     reward.write_text(REWARD, encoding="utf-8")
+    everyone = {
+        "trainer": {
+            "kind": "trainer",
+            "backend": "fsdp",
+            "device": "cpu",
+            # Large steps: stale weights would show.
+            "options": {"learning_rate": 1e-2, "num_threads": 1},
+        }
+        | (trainer or {}),
+        "generator": {"kind": "generator", "device": "cpu", **generator},
+        "reward": {
+            "kind": "reward",
+            "backend": "function",
+            "options": {"path": f"{reward}:compute_score"},
+        },
+    } | (roles or {})
     records = [{"id": row["id"], "prompt": row["prompt"][0]["content"], "ground_truth": "7"} for row in rows]
     data.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return yaml.safe_dump(
         {
             "output_dir": str(directory / "run"),
             "model": {"path": str(model)},
-            "data": {"train": [{"path": str(data), "format": "prompt"}], "apply_chat_template": False},
+            "data": {"train": [{"path": str(data), "format": "prompt"}], "apply_chat_template": apply_chat_template},
             "algorithm": algorithm
             or {"name": "grpo", "options": {"group_size": 4, "truncated_logprobs": "top_k" in sampling}},
-            "roles": {
-                "trainer": {
-                    "kind": "trainer",
-                    "backend": "fsdp",
-                    "device": "cpu",
-                    # Large steps: stale weights would show.
-                    "options": {"learning_rate": 1e-2, "num_threads": 1},
-                }
-                | (trainer or {}),
-                "generator": {"kind": "generator", "device": "cpu", **generator},
-                "reward": {
-                    "kind": "reward",
-                    "backend": "function",
-                    "options": {"path": f"{reward}:compute_score"},
-                },
-            }
-            | (roles or {}),
+            "roles": {name: role for name, role in everyone.items() if role is not None},
             "sampling": {"max_tokens": 12} | sampling,
             "train": {"steps": STEPS, "prompts_per_step": 4},
             "checkpoint": {"export": False},
@@ -87,25 +97,44 @@ def configuration(
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("host", "sampling"), [("process", {}), ("child", {"temperature": 0.8, "top_k": 20, "top_p": 0.9})], ids=str
-)
-def test_grpo_with_vllm(host: str, sampling: dict[str, Any], tmp_path: Path) -> None:
-    """Also with truncated sampling, whose kept ids the engine returns."""
-    generator = {
-        "backend": "vllm",
-        "options": {"host": host, "num_threads": 1},
-        "engine": {"kv_cache_memory_bytes": 64 << 20},
-    }
-    assert_trains(tmp_path, generator, sampling)
+def test_grpo_with_vllm_while_the_trainer_updates(tmp_path: Path) -> None:
+    """Asynchronous, with the engine in the process of the trainer."""
+    assert_trains_asynchronously(tmp_path, vllm("process"), {"max_tokens": 48})
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_grpo_with_sglang(tmp_path: Path) -> None:
-    """With truncated sampling, whose kept ids the engine returns."""
-    sampling = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
-    assert_trains(tmp_path, {"backend": "sglang", "options": {"python": sglang_python()}}, sampling)
+def test_grpo_with_an_environment_and_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two attempts, with truncated sampling, whose kept ids the engine returns: the trainer's forward over the whole
+    conversation has the logprobs that the engine gave in each turn.
+    """
+    (tmp_path / "checks_of_attempts.py").write_text(CHECK, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"check": "checks_of_attempts:is_right", "max_attempts": 2}
+    roles = {"environment": "retry", "reward": None}
+    steps = assert_trains(
+        tmp_path,
+        vllm("child"),
+        TRUNCATED,
+        roles={
+            "reward": None,
+            "retry": {
+                "kind": "environment",
+                "backend": "correction",
+                "uses": {"policy": "generator"},
+                "options": options,
+            },
+        },
+        algorithm={"name": "grpo", "options": {"group_size": 4, "truncated_logprobs": True, "roles": roles}},
+        apply_chat_template=True,
+    )
+    assert all(1 < step["environment/turns"] <= 2 for step in steps)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_grpo_with_sglang_while_the_trainer_updates(tmp_path: Path) -> None:
+    assert_trains_asynchronously(tmp_path, sglang(), {"temperature": 0.8})
 
 
 @pytest.mark.engine
@@ -125,11 +154,14 @@ def test_ppo_with_megatron_and_its_critic_and_reference_on_fsdp(tmp_path: Path) 
 @pytest.mark.engine
 @pytest.mark.slow
 def test_grpo_with_zero_3_ranks_and_sglang(tmp_path: Path) -> None:
-    """Two workers of Ray shard the model by DeepSpeed; two names differ from a run on FSDP and transformers."""
+    """Two workers of Ray shard the model by DeepSpeed; two names differ from a run on FSDP and transformers. With
+    truncated sampling, whose kept ids the engine returns.
+    """
     options = {"learning_rate": 1e-2, "num_threads": 1, "zero_stage": 3}
     assert_trains(
         tmp_path,
-        {"backend": "sglang", "options": {"python": sglang_python()}},
+        sglang(),
+        TRUNCATED,
         trainer={"backend": "deepspeed", "ranks": 2, "options": options},
         runtime={"backend": "ray", "options": {"object_store_mb": 100}},
     )
@@ -197,8 +229,18 @@ def train_to(content: dict[str, Any], output: Path, steps: int) -> None:
 
 def prompts_of(run: Path, step: int) -> list[str]:
     """Ids of the prompts that a step sampled."""
-    lines = (run / "rollouts" / f"step_{step:06d}.jsonl").read_text(encoding="utf-8").splitlines()
-    return sorted({json.loads(line)["group"] for line in lines})
+    return sorted({row["group"] for row in rollouts_of(run, step)})
+
+
+def vllm(host: str) -> dict[str, Any]:
+    """A generator role."""
+    options = {"host": host, "num_threads": 1}
+    return {"backend": "vllm", "options": options, "engine": {"kv_cache_memory_bytes": 64 << 20}}
+
+
+def sglang() -> dict[str, Any]:
+    """A generator role."""
+    return {"backend": "sglang", "options": {"python": sglang_python()}}
 
 
 def sglang_python() -> str:
@@ -220,8 +262,85 @@ def assert_trains(
     tmp_path: Path, generator: dict[str, Any], sampling: dict[str, Any] | None = None, **settings: Any
 ) -> list[dict[str, float]]:
     """Each step learns something, and what the engine says of its tokens is what the trainer says."""
+    steps = train(tmp_path, generator, sampling or {}, **settings)
+    for step in steps:
+        assert step["mismatch/logprob_diff_max"] < MISMATCH
+        assert step["rollout/staleness_max"] == 0
+    return steps
+
+
+def assert_trains_asynchronously(tmp_path: Path, generator: dict[str, Any], sampling: dict[str, Any]) -> None:
+    """Rollouts are made a step ahead; nothing is lost, and every token has the version and the logprob of the weights
+    that sampled it. Expected are plain transformers forwards with the weights of every version, from checkpoints.
+    """
+    steps = train(
+        tmp_path,
+        generator,
+        sampling,
+        algorithm={"name": "grpo", "options": {"group_size": 4, "importance_correction": "truncate"}},
+        rollout={"mode": "async", "max_staleness": 1},
+        checkpoint={"every": 1, "keep_last": STEPS, "export": False},
+    )
+    record = [json.loads(line) for line in (tmp_path / "run" / "admissions.jsonl").read_text().splitlines()]
+    versions = {line["request"]: line["ends"] for line in record if "request" in line}
+    models = [policy_of_version(tmp_path, version) for version in range(STEPS)]
+    trained: list[str] = []
+    for number, step in enumerate(steps):
+        assert step["rollout/staleness_max"] == min(number, 1)
+        assert step["rollout/dropped_stale"] == step["samples/excluded"] == 0
+        rows = rollouts_of(tmp_path / "run", number + 1)
+        trained += [row["id"] for row in rows]
+        weights: list[float] = []
+        for row in rows:
+            assert not row["excluded"]
+            by_version = [logprobs(model, row, sampling.get("temperature", 1.0)) for model in models]
+            sampled, start = [], 0
+            for version, stop in versions[row["id"]]:
+                assert number - 1 <= version <= number, "no older than max_staleness, and none from the future"
+                sampled += by_version[version][start:stop]
+                start = stop
+            assert start == len(row["token_ids"])
+            assert row["generator_logprobs"] == pytest.approx(sampled, abs=MISMATCH), row["id"]
+            assert row["trainer_logprobs"] == pytest.approx(by_version[number], abs=MISMATCH), row["id"]
+            weights += [min(2.0, math.exp(new - old)) for new, old in zip(by_version[number], sampled, strict=True)]
+        assert step["policy/importance_weight"] == pytest.approx(sum(weights) / len(weights), abs=1e-3)
+    assert len(set(trained)) == len(trained) == 4 * 4 * STEPS, "each sample is trained on once"
+    stale = steps[-1]["mismatch/stale_logprob_diff_max"]
+    assert stale > 100 * MISMATCH, "the weights of two versions differ, so a wrong version would show"
+
+
+def policy_of_version(tmp_path: Path, version: int) -> PreTrainedModel:
+    """The policy after so many steps, from its checkpoint."""
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    if version:
+        role = tmp_path / "run" / "checkpoints" / f"step_{version:08d}" / "roles" / "trainer"
+        found = model.load_state_dict(load_file(role / "weights.safetensors"), strict=False)
+        assert not found.unexpected_keys
+        assert set(found.missing_keys) <= {"lm_head.weight"}, "tied to the embedding"
+        model.tie_weights()
+    return model
+
+
+def logprobs(model: PreTrainedModel, row: dict[str, Any], temperature: float) -> list[float]:
+    """Of the tokens of a completion."""
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    prompt = tokenizer.encode(row["prompt"], add_special_tokens=False)
+    ids = torch.tensor([[*prompt, *row["token_ids"]]])
+    with torch.no_grad():
+        found = (model(ids).logits[0] / temperature).log_softmax(-1)
+    return found[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
+
+
+def rollouts_of(run: Path, step: int) -> list[dict[str, Any]]:
+    """The samples of a step."""
+    lines = (run / "rollouts" / f"step_{step:06d}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def train(tmp_path: Path, generator: dict[str, Any], sampling: dict[str, Any], **settings: Any) -> list[dict[str, Any]]:
+    """The metrics of each step."""
     registry = discover_plugins()
-    config = configuration(tmp_path, generator, sampling or {}, **settings)
+    config = configuration(tmp_path, generator, sampling, **settings)
     assembly = assemble(load_config(config, [], registry), registry)
     with listening_meanwhile() as found:
         asyncio.run(Run(assembly).train("never"))
@@ -230,8 +349,5 @@ def assert_trains(
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     assert len(steps) == STEPS
-    for step in steps:
-        assert step["mismatch/logprob_diff_max"] < MISMATCH
-        assert step["rollout/staleness_max"] == 0
     assert steps[0]["policy/grad_norm"] > 0, "nothing was learned, so nothing was shown"
     return steps

@@ -31,6 +31,11 @@ def admissions(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
 
 
+def ends(folder: Path) -> dict[str, Any]:
+    """Request -> the versions of its tokens."""
+    return {line["request"]: line["ends"] for line in admissions(folder) if "request" in line}
+
+
 def timed_lines(name: str, runs: Any) -> list[dict[str, Any]]:
     """Lines of metrics, with those that depend on time."""
     return [json.loads(line) for line in (runs.folder / name / "metrics.jsonl").read_text().splitlines()]
@@ -56,10 +61,11 @@ async def test_steps_train_on_the_samples_of_sync_within_the_bound(runs: Any, co
     assert all(sum(of_step) == pytest.approx(1.0) for of_step in ages)
     assert ages[0] == [1, 0, 0]
     assert found["totals"]["samples/trained"] == 6 * 3 * 2
-    cuts = admissions(runs.folder / "async")
-    assert [line["step"] for line in cuts] == [1, 2, 3, 4, 5, 6]
-    found_unfinished = [made for line in cuts for made in line["unfinished"].values()]
-    assert any(tokens is not None and 0 < tokens < 24 for made in found_unfinished for tokens in made.values())
+    record = admissions(runs.folder / "async")
+    assert [(line["step"], line["version"]) for line in record if "step" in line] == [(n, n - 1) for n in range(1, 7)]
+    requests = [line for line in record if "request" in line]
+    assert len({line["request"] for line in requests}) == len(requests) == 36
+    assert any(len(line["ends"]) > 1 for line in requests), "a weight sync within a completion"
     drawn = [json.loads(line) for line in (runs.folder / "async" / timeline.FILE).read_text().splitlines()]
     assert [line["step"] for line in drawn] == [1, 2, 3, 4, 5, 6]
     waited = [sum(stop - start for start, stop in line["waiting"]) for line in drawn]
@@ -107,15 +113,55 @@ async def test_every_token_has_the_version_and_the_logprob_of_the_weights_that_s
     assert any(len(of_sample) > 1 for of_sample in spans) == (how != "wait")
 
 
-async def test_a_recorded_run_is_repeated_exactly(runs: Any, completed: Any) -> None:
-    first = await completed("first", STALE, SLOW)
+@pytest.mark.parametrize("fleet_rule", ["barrier", "rolling"])
+async def test_a_recorded_run_is_repeated_exactly(fleet_rule: str, runs: Any, completed: Any) -> None:
+    """At another speed; with ``rolling`` each replica of the first run loads weights at a time of its own."""
+    rule = f"weight_sync.fleet_rule={fleet_rule}"
+    first = await completed("first", STALE, SLOW, rule)
     record = runs.folder / "first" / FILE
-    again = await completed("again", {**STALE, "options": {"replay": str(record)}})  # at another speed
+    again = await completed("again", {**STALE, "options": {"replay": str(record)}}, rule)
     timed = ("perf/updater_idle", "perf/generator_idle")
     assert without(again, timed) == without(first, timed)
-    assert (runs.folder / "again" / FILE).read_text() == record.read_text()
+    assert ends(runs.folder / "again") == ends(runs.folder / "first")
+    assert sum(len(versions) > 1 for versions in ends(runs.folder / "first").values()) > 3
     sync = await completed("sync", {})
     assert sync["model"] != first["model"], "timing mattered"
+
+
+@pytest.mark.parametrize("fleet_rule", ["barrier", "rolling"])
+async def test_a_stopped_run_has_a_whole_record(fleet_rule: str, runs: Any, completed: Any) -> None:
+    """What it made after its checkpoint, and lost, is not repeated."""
+    rule = f"weight_sync.fleet_rule={fleet_rule}"
+    settings = (SLOW, rule, "checkpoint.every=2")
+    calls: Counter[str] = Counter()
+
+    def interrupt() -> None:
+        calls["all"] += 1
+        if calls["all"] == 4:
+            running.cancel()
+
+    run = runs.make("first", STALE, *settings)
+    run.observers = Observers([Observer("chatlearn_rollout_end", "test 1", interrupt, ())])
+    running = asyncio.ensure_future(run.train())
+    with pytest.raises(Interrupted):
+        await running
+    record = runs.folder / "first" / FILE
+    lost = admissions(runs.folder / "first")
+    steps = [line["step"] for line in lost if "step" in line]
+    assert steps[-1] == 3, "the checkpoint is of step 2"
+    first = await completed("first", STALE, *settings)
+    again = await completed("again", {**STALE, "options": {"replay": str(record)}}, rule, "checkpoint.every=2")
+    assert again["model"] == first["model"]
+    assert again["rollouts"] == first["rollouts"]
+    kept = [line["step"] for line in admissions(runs.folder / "first") if "step" in line]
+    assert kept == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_run_whose_completions_stay_in_the_engine_has_no_record(runs: Any, completed: Any) -> None:
+    """Their further tokens come from a KV cache of old weights, which no repetition has."""
+    settings = (SLOW, "weight_sync.fleet_rule=rolling", "roles.generator.backend=fake_keeping")
+    await completed("first", STALE, *settings)
+    assert not (runs.folder / "first" / FILE).exists()
 
 
 async def test_a_record_of_another_run_is_refused(runs: Any, completed: Any) -> None:
@@ -126,8 +172,10 @@ async def test_a_record_of_another_run_is_refused(runs: Any, completed: Any) -> 
         await runs.make("seeded", other, "seed=5").train()
     with pytest.raises(ConfigError, match=r"ends before the weight sync of step 7: this run is longer"):
         await runs.make("longer", other, "train.steps=8").train()
-    record.write_text(record.read_text() + "{}\n")
-    with pytest.raises(ConfigError, match=r"admissions.jsonl:7 .* is no record of a weight sync: '{}'"):
+    whole = record.read_text()
+    record.write_text(whole + "{}\n")
+    damaged = rf"admissions.jsonl:{whole.count(chr(10)) + 1} .* is no record of a request or a weight sync: '{{}}'"
+    with pytest.raises(ConfigError, match=damaged):
         await runs.make("damaged", other).train()
     record.unlink()
     with pytest.raises(ConfigError, match=r"which cannot be read: .* Name the admissions.jsonl of a run"):

@@ -12,6 +12,7 @@ from chatlearn_async.options import AsyncOptions, OneStepOffOptions
 from chatlearn_core.exceptions import ConfigError
 
 ASYNC = {"mode": "async", "max_staleness": 3}
+NOT_REPEATABLE = "rollout.options.replay cannot repeat this run: completions stay in the engine at a weight sync"
 ROLLING = "weight_sync.fleet_rule=rolling"
 FORGETFUL = "roles.generator.backend=fake_forgetful"
 
@@ -61,7 +62,24 @@ def test_where_replicas_load_in_turns_the_others_go_on(backend: str, text: str, 
     assert lines == [
         "at a weight sync: completions go on, except on the replicas whose turn it is to load weights",
         f"at a weight sync: unfinished completions of these replicas {text}",
+        *([] if "aborted" in text else [NOT_REPEATABLE]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides", "is_repeatable"),
+    [
+        ({}, [], True),
+        ({}, [ROLLING], True),
+        ({"during_sync": "pause"}, [], False),
+        ({"during_sync": "continue"}, [ROLLING, "roles.generator.backend=fake_keeping"], False),
+    ],
+)
+def test_the_plan_says_whether_a_run_can_be_repeated(
+    options: dict[str, Any], overrides: list[str], is_repeatable: bool, runs: Any
+) -> None:
+    lines = runs.assemble("a", {**ASYNC, "options": options}, *overrides).mode
+    assert (NOT_REPEATABLE in lines) != is_repeatable
 
 
 @pytest.mark.parametrize(

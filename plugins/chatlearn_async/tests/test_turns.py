@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Collection
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -361,16 +362,19 @@ async def test_turns_are_repeated_as_they_were_interrupted(tmp_path: Path) -> No
     first.talk.tool = slow
     expected = await spans_of(first, spins=25)
     file = tmp_path / "admissions.jsonl"
-    recorded = [json.loads(line)["unfinished"] for line in file.read_text().splitlines()]
-    cuts = [made for of_step in recorded for made in of_step.values()]
-    assert any(isinstance(cut, int) for made in cuts for cut in made.values()), "a sync within a turn"
-    assert any(made and all(cut is None for cut in made.values()) for made in cuts), "a sync between turns"
+    of_samples = [[tuple(version for *_, version in turn) for turn in of_turns] for of_turns in expected.values()]
+    assert any(len(versions) > 1 for of_turns in of_samples for versions in of_turns), "a sync within a turn"
+    assert any(before[-1] < after[0] for of_turns in of_samples for before, after in pairwise(of_turns)), (
+        "a sync between turns"
+    )
     assert await spans_of(Run(replay=Replay(file)), spins=0) == expected
     assert any(len(spans) > 1 for of_sample in expected.values() for spans in of_sample)
 
-    record = json.loads(file.read_text().splitlines()[0])
-    record["unfinished"]["5@0#0"] = {f"5@0#0/{turn}": None for turn in range(TURNS + 1)}
+    further = {"sample": "5@0#0", "request": f"5@0#0/{TURNS}", "ends": [[0, 1], [1, 2]]}
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    [sync] = [line for line in lines if line.get("step") == 1]
+    sync["unfinished"] = sorted({*sync["unfinished"], "5@0#0"})
     other = tmp_path / "other.jsonl"
-    other.write_text(json.dumps(record) + "\n")
+    other.write_text("".join(json.dumps(line) + "\n" for line in [*lines, further]))
     with pytest.raises(ConfigError, match=r"has sample '5@0#0' unfinished at the weight sync of step 1, but this run"):
         await spans_of(Run(replay=Replay(other)), spins=0)

@@ -71,7 +71,7 @@ def test_of_several_messages_each_has_its_role(make_sample: Any) -> None:
     sample = make_sample("x")
     messages = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
     sample.prompt = replace(sample.prompt, messages=messages)
-    assert fill("{prompt}", sample) == "system: s\nuser: u"
+    assert fill("{prompt}", sample, sample.prompt.messages) == "system: s\nuser: u"
 
 
 def test_each_vote_has_a_seed_of_its_own_and_equal_texts_have_equal_ones(make_sample: Any) -> None:

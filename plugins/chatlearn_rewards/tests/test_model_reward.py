@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +14,21 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.exceptions import ConfigError, DataError
+from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.protocols import ModelSource, RoleContext
+from chatlearn_core.runtime.plan import UsedRole
 from chatlearn_core.types import RewardResult, Sample
 from chatlearn_rewards.model_options import ModelOptions
 from chatlearn_rewards.model_reward import ModelReward
+from chatlearn_runtime_kit.role_handles import Handle
 from chatlearn_testing.fakes.role_handle import ScriptedHandle
 
 
-def scored(handle: Any, samples: list[Sample], **options: Any) -> list[RewardResult]:
-    reward = ModelReward(ModelOptions(**options), RoleContext("reward", handles={"model": handle}))
+def scored(
+    handle: Any, samples: list[Sample], context: dict[str, Any] | None = None, **options: Any
+) -> list[RewardResult]:
+    reward = ModelReward(ModelOptions(**options), RoleContext("reward", handles={"model": handle}, **(context or {})))
     reward.setup()
     return asyncio.run(reward.score(samples))
 
@@ -44,6 +52,13 @@ def test_text_is_rendered_anew_for_a_model_with_another_tokenizer(make_sample: A
 
     scored(ScriptedHandle(scores=score), [make_sample("It is 3")], input="text")
     assert seen == ["[user]What is it?[assistant]It is 3"]
+
+
+def test_a_prompt_without_messages_needs_the_tokenizer_of_the_run(make_sample: Any) -> None:
+    sample = make_sample("It is 3")
+    sample.prompt = replace(sample.prompt, messages=())
+    with pytest.raises(DataError, match=r"reward 'model' of role 'reward' needs the tokenizer .* prompt 'p0'"):
+        scored(ScriptedHandle(scores=lambda ids: 0.5), [sample], input="text")
 
 
 @pytest.mark.parametrize(
@@ -107,55 +122,125 @@ def test_a_question_is_for_generators(make_sample: Any) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("given", ["tokens", "text"])
-def test_scores_are_those_of_transformers(given: str, make_sample: Any, tmp_path: Path) -> None:
+def test_scores_are_those_of_transformers(make_sample: Any, tmp_path: Path) -> None:
     """A plain forward of AutoModelForSequenceClassification, one sample at a time, in float32."""
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
-    from chatlearn_core.plugins.loader import discover_plugins
-    from chatlearn_core.runtime.plan import UsedRole
-    from chatlearn_hf.tiny import build_tiny_model
-    from chatlearn_runtime_kit.role_handles import ComputeRequest, Handle
-
-    model = build_tiny_model(tmp_path / "lm", hidden=32, intermediate=64, tie=False)
-    plain = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32).eval()
-    torch.manual_seed(1)
-    torch.nn.init.normal_(plain.score.weight)
-    directory = tmp_path / "rm"
-    plain.save_pretrained(directory)
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (model / file).exists():
-            (directory / file).write_bytes((model / file).read_bytes())
-    registry = discover_plugins()
-    source = ModelSource(str(directory), str(directory), head="reward")
-    record = registry.select("trainer", "fsdp", "test")
-    trainer = registry.load_factory(record)(registry.load_options(record)(), RoleContext("rm", source, device="cpu"))
-    trainer.setup()
-
-    async def ask(role: str, asked: ComputeRequest) -> Any:
-        return trainer.compute(asked.batch, asked.request)
-
-    handle = Handle("reward", UsedRole("rm", "trainer", source, weights_change=False), registry, ask)
+    directory = reward_model(tmp_path, RUN_TEMPLATE)
     samples = [make_sample(f"It is {index}" * (index + 1), index=index // 2) for index in range(4)]
     generator = np.random.default_rng(0)
     for number, sample in enumerate(samples):
         sample.id = f"{sample.id}.{number}"
         sample.token_ids = generator.integers(10, 200, 5 + 3 * number)
         sample.loss_mask = np.arange(len(sample.token_ids)) >= 2
+    with trainer_role(directory) as handle:
+        results = scored(handle, samples)
+    for sample, result in zip(samples, results, strict=True):
+        assert result.value == pytest.approx(transformers_score(directory, sample.token_ids.tolist()), abs=1e-4)
+
+
+RUN_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MODEL_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role | upper }}: {{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>ASSISTANT: {% endif %}"
+)
+CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"})
+RENDERED = "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+PLAIN = "2 + 2 ="
+EXPECTED_TEXTS = {
+    "messages": (
+        "<|im_start|>SYSTEM: Be brief.<|im_end|><|im_start|>USER: What is 2 + 2?<|im_end|>"
+        "<|im_start|>ASSISTANT: It is 4<|im_end|>",
+        "Be brief.\n\nWhat is 2 + 2?\n\nIt is 4<|im_end|>",
+    ),
+    "text that the chat template rendered": (
+        "<|im_start|>USER: What is 2 + 2?<|im_end|><|im_start|>ASSISTANT: It is 4<|im_end|>",
+        "What is 2 + 2?\n\nIt is 4<|im_end|>",
+    ),
+    "text without a template": (
+        "<|im_start|>USER: 2 + 2 =<|im_end|><|im_start|>ASSISTANT: It is 4<|im_end|>",
+        "2 + 2 =It is 4<|im_end|>",
+    ),
+}
+"""Kind of prompt -> what a reward model with a chat template reads, and one without."""
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("template", [MODEL_TEMPLATE, None], ids=["with a template", "without a template"])
+def test_text_is_rendered_once_whatever_the_prompt_was(template: str | None, make_sample: Any, tmp_path: Path) -> None:
+    """Scores equal those of transformers for the text as a user would write it for that model."""
+    from transformers import AutoTokenizer
+
+    directory = reward_model(tmp_path, template)
+    run_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "lm")
+    run_tokenizer.chat_template = RUN_TEMPLATE
+    given = {
+        "messages": ("not read", CHAT),
+        "text that the chat template rendered": (RENDERED, ()),
+        "text without a template": (PLAIN, ()),
+    }
+    samples = []
+    for index, (text, messages) in enumerate(given.values()):
+        sample = make_sample("It is 4", index=index)
+        sample.prompt = replace(sample.prompt, text=text, messages=messages)
+        samples.append(sample)
+    context = {"load_tokenizer": lambda: run_tokenizer}
+    with trainer_role(directory) as handle:
+        results = scored(handle, samples, context, input="text")
+        tokenizer = handle.tokenizer
+    found = {kind: result.value for kind, result in zip(given, results, strict=True)}
+    for kind, texts in EXPECTED_TEXTS.items():
+        ids = tokenizer.encode(texts[template is None], add_special_tokens=False)
+        assert ids[-1] == tokenizer.eos_token_id
+        assert found[kind] == pytest.approx(transformers_score(directory, ids), abs=1e-4), kind
+    assert len(set(found.values())) == len(found), "the score depends on the text"
+
+
+def reward_model(folder: Path, template: str | None) -> Path:
+    """A tiny sequence classifier whose tokenizer has this chat template."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from chatlearn_hf.tiny import build_tiny_model
+
+    model = build_tiny_model(folder / "lm", hidden=32, intermediate=64, tie=False)
+    plain = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(plain.score.weight)
+    plain.save_pretrained(folder / "rm")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder / "rm")
+    return folder / "rm"
+
+
+@contextmanager
+def trainer_role(directory: Path) -> Iterator[Handle]:
+    """The handle of a reward model on the trainer ``fsdp``."""
+    registry = discover_plugins()
+    source = ModelSource(str(directory), str(directory), head="reward")
+    record = registry.select("trainer", "fsdp", "test")
+    trainer = registry.load_factory(record)(registry.load_options(record)(), RoleContext("rm", source, device="cpu"))
+    trainer.setup()
+
+    async def ask(role: str, asked: Any) -> Any:
+        return trainer.compute(asked.batch, asked.request)
+
     try:
-        results = scored(handle, samples, input=given)
+        yield Handle("reward", UsedRole("rm", "trainer", source, weights_change=False), registry, ask)
     finally:
         trainer.close()
-    for sample, result in zip(samples, results, strict=True):
-        ids = sample.token_ids.tolist()
-        if given == "text":
-            messages = [*sample.prompt.messages, {"role": "assistant", "content": sample.text}]
-            text = handle.tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n")
-            ids = handle.tokenizer.encode(text, add_special_tokens=False)
-        with torch.no_grad():
-            expected = plain(torch.tensor([ids])).logits.item()
-        assert result.value == pytest.approx(expected, abs=1e-4)
+
+
+def transformers_score(directory: Path, ids: list[int]) -> float:
+    """Of one sequence."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return float(model(torch.tensor([ids])).logits.item())
 
 
 def test_options_survive_the_way_to_a_worker() -> None:

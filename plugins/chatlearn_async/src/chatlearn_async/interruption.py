@@ -44,8 +44,8 @@ class InterruptibleCompletions:
         roles: generator roles whose weights change. Requests to others are not interrupted.
         how: what becomes of open requests; with ``wait``, ``interrupt`` is called when there are none.
         at_sync: how fleets interrupt the requests of a replica, with ``continue``.
-        log: records interruptions by ``abort``.
-        replay: interruptions to repeat.
+        log: records the versions of all requests of the roles.
+        replay: the record that is repeated.
         turns_together: see ``CompletionSource``.
         resumable: whether the generators resume what was aborted, which ``pause`` uses for checkpoints.
         clock: returns seconds.
@@ -112,6 +112,9 @@ class InterruptibleCompletions:
             except BackendError as error:
                 found = Progress(failure=error, digest=digest)
             made[asked.id] = found
+            if self.log is not None and role in self.roles:
+                spans = () if found.completion is None else found.completion.version_spans
+                self.log.ended(request.sample_id, asked.id, spans)
         if found.failure is not None:
             raise found.failure
         assert found.completion is not None, "what ended has a completion or a failure"
@@ -197,8 +200,6 @@ class InterruptibleCompletions:
         else:
             await self._end_all()
         await self._fetch_values()
-        if self.log is not None:
-            self.log.write(self.step, {name: self._made.get(name, {}) for name in in_flight()})
 
     async def _end_all(self) -> None:
         self._num_interruptions += 1

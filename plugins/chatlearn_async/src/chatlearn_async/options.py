@@ -41,7 +41,7 @@ class AsyncOptions(BaseModel):
     replay: str | None = Field(
         None,
         description="admissions.jsonl of another run, which this one repeats exactly: every completion goes on under "
-        "new weights from the same token. Needs during_sync: abort.",
+        "new weights from the same token. Needs a generator that resumes completions; auto then chooses abort.",
     )
 
 

@@ -74,6 +74,8 @@ def asynchronous(options: AsyncOptions, loaded: LoadedConfig, graph: Graph) -> l
         lines.append(f"at a weight sync: {which} of {role} ({choice.record.name}) {text}")
     if options.replay is not None:
         lines.append(f"repeats the run that recorded {options.replay}")
+    elif not is_repeatable(how, loaded):
+        lines.append("rollout.options.replay cannot repeat this run: completions stay in the engine at a weight sync")
     return lines
 
 
@@ -140,6 +142,15 @@ def at_sync(how: DuringSync, loaded: LoadedConfig) -> AtSync:
     if how == "continue":
         return "pause" if abort_problem(loaded) else "abort"
     return "none" if how == "wait" else how
+
+
+def is_repeatable(how: DuringSync, loaded: LoadedConfig) -> bool:
+    """Whether a record of the tokens' versions suffices to repeat the run with ``replay``.
+
+    It does where completions are aborted and resume from their tokens. An engine that keeps its KV cache computes
+    tokens under new weights from keys and values of old ones, which a repetition would not have.
+    """
+    return at_sync(how, loaded) == "abort"
 
 
 def serving_generators(loaded: LoadedConfig) -> list[str]:

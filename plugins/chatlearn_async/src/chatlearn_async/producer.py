@@ -11,7 +11,7 @@ from pathlib import Path
 from chatlearn_async.admissions import AdmissionLog, Replay
 from chatlearn_async.interruption import InterruptibleCompletions
 from chatlearn_async.options import AsyncOptions, DuringSync, OneStepOffOptions
-from chatlearn_async.plan import abort_problem, at_sync, during_sync, turns_together
+from chatlearn_async.plan import abort_problem, at_sync, during_sync, is_repeatable, turns_together
 from chatlearn_async.timeline import FILE, Timeline
 from chatlearn_async.wave import Wave
 from chatlearn_core.config.models import TrainConfig
@@ -137,6 +137,8 @@ class AsyncRolloutProducer(RolloutProducer):
             self.timeline.waited(began)
         self.timeline.sync_begins(pauses=self.source.how == "pause")
         await self.source.interrupt(self._unfinished, saves=bool(self.save_every) and self._step % self.save_every == 0)
+        if self.source.log is not None:  # with nothing awaited before the snapshot, so that the two agree
+            self.source.log.synced(self._step, self.state.policy_version, self._unfinished())
         self.pending = await self._snapshot()
 
     async def updates_done(self) -> None:
@@ -144,6 +146,8 @@ class AsyncRolloutProducer(RolloutProducer):
         if self._is_restored:
             self._is_restored = False
             self.timeline.restart()
+            if self.source.log is not None:
+                self.source.log.restart(self.state.step)
             self.source.step = self.state.step + 1
             size = self.train.prompts_per_step
             for start in range(0, len(self.pending), size):
@@ -341,7 +345,7 @@ def _producer(
         serving,
         how,
         at_sync=at_sync(how, assembly.loaded),
-        log=AdmissionLog(assembly.plan.run_dir) if how == "abort" else None,
+        log=AdmissionLog(assembly.plan.run_dir) if is_repeatable(how, assembly.loaded) else None,
         replay=replay,
         turns_together=together,
         resumable=abort_problem(assembly.loaded) is None,

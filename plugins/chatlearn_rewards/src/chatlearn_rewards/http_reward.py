@@ -15,6 +15,7 @@ from chatlearn_rewards.completion_steps import StepTokens
 from chatlearn_rewards.http_endpoint import EndpointFailedError, HttpEndpoint
 from chatlearn_rewards.http_options import SAMPLES, HttpOptions
 from chatlearn_rewards.http_scores import Scored, UnusableResponseError, read_scores, sample_row
+from chatlearn_rewards.prompt_reader import PromptReader
 from chatlearn_rewards.request_batcher import RequestBatcher
 from chatlearn_rewards.reward_role import RewardRole
 
@@ -44,6 +45,7 @@ class HttpReward(RewardRole):
         self._options = options
         what = f"reward 'http' of role {context.role!r}"
         self._endpoint = HttpEndpoint(options.url, options, what, "the option url")
+        self._prompts = PromptReader(context.load_tokenizer, what)
         self._tokens = StepTokens(context.load_tokenizer, what)
         self._batcher = RequestBatcher(
             self._send,
@@ -69,9 +71,9 @@ class HttpReward(RewardRole):
         """
         deadline = time.monotonic() + self._options.deadline_s
         rows: list[_Row | RewardResult] = []
-        for sample in samples:
+        for sample, messages in zip(samples, await self._prompts.read(samples), strict=True):
             try:
-                rows.append(_Row(sample_row(sample, self._options), sample.num_completion_tokens, deadline))
+                rows.append(_Row(sample_row(sample, self._options, messages), sample.num_completion_tokens, deadline))
             except DataError as error:
                 rows.append(RewardResult(None, error=f"it cannot be sent: {error}"))
         if not any(isinstance(row, _Row) for row in rows):

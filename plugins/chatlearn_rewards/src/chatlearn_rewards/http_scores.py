@@ -31,8 +31,11 @@ class UnusableResponseError(BackendError):
     """A response is JSON, but gives no scores for the samples of its request."""
 
 
-def sample_row(sample: Sample, options: HttpOptions) -> dict[str, Any]:
+def sample_row(sample: Sample, options: HttpOptions, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A sample as an element of ``samples`` of a request.
+
+    Args:
+        messages: of its prompt (``PromptReader``).
 
     Raises:
         DataError: its row does not have a column that the options name.
@@ -42,7 +45,7 @@ def sample_row(sample: Sample, options: HttpOptions) -> dict[str, Any]:
         "id": sample.id,
         "group_id": sample.group_id,
         "data_source": prompt.data_source,
-        "prompt": conversation(sample),
+        "prompt": conversation(messages),
         "messages": [dict(message) for message in prompt.messages],
         "completion": sample.text,
         "ground_truth": prompt.ground_truth,

@@ -17,6 +17,7 @@ from chatlearn_rewards.endpoint_judge import EndpointJudge
 from chatlearn_rewards.http_endpoint import EndpointFailedError
 from chatlearn_rewards.judge_model import GeneratorJudge, JudgeModel, Message
 from chatlearn_rewards.judge_options import JudgeOptions
+from chatlearn_rewards.prompt_reader import Messages, PromptReader
 from chatlearn_rewards.question import fill
 from chatlearn_rewards.reward_role import RewardRole
 from chatlearn_rewards.verdict import VerdictReader
@@ -58,6 +59,7 @@ class JudgeReward(RewardRole):
         self._judge = judge
         self._options = options
         self._context = context
+        self._prompts = PromptReader(context.load_tokenizer, f"reward 'judge' of role {context.role!r}")
         self._reader = VerdictReader(options)
         self._open = asyncio.Semaphore(options.max_concurrent)
         self._cache: AnswerCache = NoCache()
@@ -93,10 +95,11 @@ class JudgeReward(RewardRole):
         Raises:
             RoleLostError: the judge cannot answer any more questions.
         """
-        return list(await asyncio.gather(*(self._judged(sample) for sample in samples)))
+        prompts = await self._prompts.read(samples)
+        return list(await asyncio.gather(*map(self._judged, samples, prompts)))
 
-    async def _judged(self, sample: Sample) -> RewardResult:
-        messages: list[Message] = [{"role": "user", "content": fill(self._options.template, sample)}]
+    async def _judged(self, sample: Sample, prompt: Messages) -> RewardResult:
+        messages: list[Message] = [{"role": "user", "content": fill(self._options.template, sample, prompt)}]
         if self._options.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._options.system_prompt})
         async with self._open:

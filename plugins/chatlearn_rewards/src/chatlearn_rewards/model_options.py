@@ -18,7 +18,7 @@ class ModelOptions(RewardOptions):
     input: Literal["tokens", "text"] = Field(
         "tokens",
         description="tokens: the sample's token ids, so that the model needs the run's tokenizer. text: messages and "
-        "completion, rendered with the model's own chat template and tokenizer.",
+        "completion, rendered with the model's own chat template and tokenizer; without a template, their texts.",
     )
     question: str | None = Field(
         None,

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from chatlearn_chat.messages import text_of
 from chatlearn_core.exceptions import ConfigError, DataError
 from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import OutputRequest, RewardResult, Sample, TokenIds, pack_samples
 from chatlearn_rewards.model_options import ModelOptions
+from chatlearn_rewards.prompt_reader import Messages, PromptReader
 from chatlearn_rewards.question import fill
 from chatlearn_rewards.reward_role import RewardRole
 
@@ -42,6 +44,7 @@ class ModelReward(RewardRole):
         self._options = options
         self._role = context.role
         self._model = context.handles["model"]
+        self._prompts = PromptReader(context.load_tokenizer, f"reward 'model' of role {context.role!r}")
 
     def setup(self) -> None:
         """Load the tokenizer if text is rendered.
@@ -77,10 +80,13 @@ class ModelReward(RewardRole):
 
     async def _scored(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Score one group."""
+        prompts: list[Messages] = [() for _ in samples]
+        if not self._options.token_ids:
+            prompts = await self._prompts.read(samples)
         shown: list[_Shown | str] = []
-        for sample in samples:
+        for sample, messages in zip(samples, prompts, strict=True):
             try:
-                shown.append(self._shown(sample))
+                shown.append(self._shown(sample, messages))
             except DataError as error:
                 shown.append(f"the reward model cannot score sample {sample.id!r}: {error}")
         usable = [each for each in shown if isinstance(each, _Shown)]
@@ -120,19 +126,24 @@ class ModelReward(RewardRole):
     def _label_ids(self, label: str) -> TokenIds:
         return np.asarray(self._model.tokenizer.encode(label, add_special_tokens=False), np.int64)
 
-    def _shown(self, sample: Sample) -> _Shown:
-        """Return the model's input. Raises: DataError: the model cannot take this sample."""
+    def _shown(self, sample: Sample, messages: Messages) -> _Shown:
+        """Return the model's input, with the messages of the prompt where text is rendered.
+
+        Raises:
+            DataError: the model cannot take this sample.
+        """
         options, start = self._options, sample.num_prompt_tokens
         if options.question is not None:
-            question = self._model.renderer.prompt([{"role": "user", "content": fill(options.question, sample)}])
+            question = self._model.renderer.prompt(
+                [{"role": "user", "content": fill(options.question, sample, messages)}]
+            )
             longest = max(len(self._label_ids(label)) for label in options.answers)
             return self._checked(_Shown(sample, question.token_ids, np.zeros(longest, np.int64)))
         if options.input == "tokens":
             return self._checked(_Shown(sample, sample.token_ids[:start], sample.token_ids[start:]))
-        prompt = sample.prompt
-        rendered = self._model.renderer.demonstration(
-            list(prompt.messages) if prompt.messages else prompt.text, sample.text
-        )
+        has_template = self._model.tokenizer.chat_template is not None
+        prompt = messages if has_template else _text_before(sample, messages)
+        rendered = self._model.renderer.demonstration(prompt, sample.text)
         return self._checked(_Shown(sample, rendered.prompt.token_ids, rendered.completion_ids))
 
     def _checked(self, shown: _Shown) -> _Shown:
@@ -152,6 +163,14 @@ class ModelReward(RewardRole):
         if options.clip is not None:
             value = max(-options.clip, min(options.clip, value))
         return RewardResult(value, {"score": score})
+
+
+def _text_before(sample: Sample, messages: Messages) -> str:
+    """The prompt for a model without a chat template. A completion goes on where the policy read the same text; the
+    policy's chat template set it apart, and here a blank line does.
+    """
+    text = "\n\n".join(text_of(message) for message in messages)
+    return text if sample.prompt.text == text else f"{text}\n\n"
 
 
 def _bare(shown: _Shown) -> Sample:

@@ -44,6 +44,8 @@ class CharacterRenderer:
 class CharacterCodes:
     """The tokenizer of ``CharacterRenderer``."""
 
+    chat_template = "[role]content"
+
     def encode(self, text: str, **settings: Any) -> list[int]:
         return [ord(character) for character in text]
 
