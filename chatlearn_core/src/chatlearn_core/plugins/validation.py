@@ -25,11 +25,13 @@ from chatlearn_core.plugins.requirements import requirement_syntax_problem
 REGISTERING_HOOKS: Mapping[str, Kind] = {
     "chatlearn_cli_commands": "cli_command",
     "chatlearn_runtimes": "runtime",
+    "chatlearn_launchers": "launcher",
     "chatlearn_model_families": "model_family",
     "chatlearn_datasets": "dataset",
     "chatlearn_example_kinds": "example_kind",
     "chatlearn_algorithms": "algorithm",
     "chatlearn_environments": "environment",
+    "chatlearn_tools": "tool",
     "chatlearn_trainers": "trainer",
     "chatlearn_generators": "generator",
     "chatlearn_rewards": "reward",

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from chatlearn_agents.options import McpOptions
-from chatlearn_agents.tool import Tool, ToolError
 from chatlearn_core.exceptions import BackendError, ConfigError
+from chatlearn_core.protocols import Tool, ToolError
 
 _LOG = logging.getLogger(__name__)
 _STOP_S = 10.0
