@@ -20,7 +20,6 @@ from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.records import ToolSpec
 from chatlearn_core.plugins.registry import PluginRegistry
-from chatlearn_core.plugins.requirements import installed_here
 from chatlearn_core.plugins.select import load_factory
 
 if TYPE_CHECKING:
@@ -101,12 +100,11 @@ def _spelled_out(text: str, registry: PluginRegistry) -> Mapping[str, Any]:
 
 def _selected(name: str, registry: PluginRegistry) -> tuple[ToolSpec, type[BaseModel]]:
     try:
-        record = registry.select("tool", name, installed=installed_here)
+        record = registry.select("tool", name)
         model = registry.load_options(record)
     except PluginError as error:
         hint = "\n  A function is named package.module:function."
         raise _refused(PydanticCustomError(KIND, f"{error}{hint}"), name) from error
-    assert isinstance(record, ToolSpec)
     if KIND in model.model_fields:
         raise ValueError(
             f"the tool {name!r} ({registry.origin(record)}) has an option named kind, which no configuration can set; "
