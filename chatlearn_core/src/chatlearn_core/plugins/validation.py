@@ -116,6 +116,10 @@ def record_problems(record: PluginRecord) -> list[str]:
             problems.append(collection_problem(field.name, value))
         elif str(field.type) in ("tuple[Channel, ...]", "tuple[Export, ...]"):
             problems.append(preference_problem(field.name, value))
+        elif field.type == "tuple[str, ...]" and isinstance(value, str):
+            problems.append(f"{field.name}={short(value)}: must be a tuple of strings; mind the comma: ({value!r},)")
+        elif field.name == "order" and type(value) is not int:
+            problems.append(f"{field.name}={short(value)}: must be a whole number")
         elif field.name in VOCABULARIES and value not in VOCABULARIES[field.name]:
             problems.append(f"{field.name}={value!r}: must be one of {', '.join(VOCABULARIES[field.name])}")
     if isinstance(record, FlowMethodSpec):
