@@ -23,6 +23,7 @@ PROTOCOLS: dict[str, tuple[str, ...]] = {
     "Generators": ("generator",),
     "Rewards": ("reward", "role_handle"),
     "Environments": ("environment",),
+    "Tools": ("tool",),
     "Weight syncs": ("weight_sync",),
     "Algorithms": ("algorithm",),
     "Decisions": ("decisions", "data_store"),
@@ -30,6 +31,7 @@ PROTOCOLS: dict[str, tuple[str, ...]] = {
     "Model families": ("model_family", "prompt_renderer"),
     "Loggers": ("logger",),
     "Runtimes": ("runtime",),
+    "Launchers": ("launcher",),
 }
 """Heading -> modules of ``protocols`` or ``data``."""
 OF_THE_CORE = {"Tokenizer", "DatasetSettings", "DataSettings"}

@@ -15,9 +15,11 @@ NAMES = (
     "engine_mutants",
     "environment_mutants",
     "generator_mutants",
+    "launcher_mutants",
     "logger_mutants",
     "reward_mutants",
     "sampler_mutants",
+    "tool_mutants",
     "trainer_mutants",
     "weight_sync_mutants",
 )

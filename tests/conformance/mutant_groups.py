@@ -33,7 +33,7 @@ _TESTS: Mapping[str, str] = {
         test_advantages_are_finite_and_fit_the_batch test_weights_are_shares test_epochs_counts_the_draws
         test_outputs_do_not_depend_on_micro_batches test_outputs_do_not_depend_on_packing
         test_update_does_not_depend_on_micro_batches
-        test_cases_end_as_expected
+        test_cases_end_as_expected test_answers_are_those_of_the_cases test_every_process_learns_its_part
     """,
     SEEDS: """
         test_draws_of_a_mixed_batch_follow_each_requests_distribution test_successive_tokens_are_drawn_independently
@@ -74,14 +74,15 @@ _TESTS: Mapping[str, str] = {
         test_bytes_are_counted
         test_streamed_tensors_outlive_the_step_of_the_stream test_the_row_is_read_only test_a_sample_is_read_only
         test_samples_are_read_only test_metrics_and_configuration_are_read_only test_losses_are_values
-        test_advantages_change_nothing test_the_state_is_a_copy test_a_batch_is_read_only
+        test_advantages_change_nothing test_the_state_is_a_copy test_a_batch_is_read_only test_arguments_are_read_only
+        test_the_environment_is_read_only
     """,
     PROCESS: """
         test_the_process_stays_as_it_was test_closing_leaves_nothing test_closing_leaves_no_process
         test_nothing_is_left_behind test_an_open_sync_is_cleaned_up_by_close test_nothing_is_left
         test_the_process_and_the_data_stay_as_they_were test_samplers_share_nothing
         test_closing_a_trainer_leaves_nothing
-        test_the_process_and_the_prompt_stay_as_they_were
+        test_the_process_and_the_prompt_stay_as_they_were test_it_reads_the_given_variables_alone
     """,
     PROMISES: """
         test_tokens_are_scored_or_refused test_reach_is_what_the_record_says test_another_process_is_reached
@@ -92,7 +93,8 @@ _TESTS: Mapping[str, str] = {
         test_is_a_logger test_is_a_generator test_is_a_trainer test_other_columns_reach_the_rewards
         test_expects_the_names_of_the_model_directory test_record_is_the_one_that_is_registered
         test_a_replica_that_missed_a_sync_takes_it_later
-        test_is_an_environment test_only_declared_handles_are_asked
+        test_is_an_environment test_only_declared_handles_are_asked test_is_a_source_of_tools
+        test_it_is_recognised_as_declared test_cases_can_tell_right_from_wrong
     """,
     CHECKPOINTS: """
         test_several_updates_are_resumed test_a_used_directory_holds_the_last_checkpoint
@@ -115,7 +117,10 @@ _TESTS: Mapping[str, str] = {
         test_closing_before_setup_is_allowed test_closing_twice_is_one_closing test_release_without_send_is_fine
         test_damaged_weights_are_loaded_as_they_are test_boxes_that_do_not_cover_a_tensor_once_are_refused
         test_one_dataset_is_enough test_closing_twice_is_fine test_a_reference_computes_without_learning
-        test_a_lost_generator_is_not_hidden test_odd_turns_do_no_harm
+        test_a_lost_generator_is_not_hidden test_odd_turns_do_no_harm test_wrong_arguments_do_no_harm
+        test_odd_arguments_do_no_harm test_closing_before_open_is_fine test_wrong_options_are_an_error_of_open
+        test_other_environments_are_none_of_its_own test_a_missing_variable_is_named test_what_is_no_number_is_named
+        test_ranks_out_of_range_are_refused
     """,
     CONCURRENT: """
         test_calls_may_overlap test_a_cancelled_call_leaves_it_usable test_equal_ids_get_their_own_completions
@@ -123,7 +128,8 @@ _TESTS: Mapping[str, str] = {
         test_the_event_loop_stays_free test_cancellation_reaches_the_caller test_streaming_is_on_the_event_loop
         test_lists_of_every_kind_are_taken test_a_row_is_interpreted_by_itself
         test_a_cancelled_receiver_ends_as_cancelled
-        test_concurrent_rollouts_are_independent test_a_cancelled_rollout_ends
+        test_concurrent_rollouts_are_independent test_a_cancelled_rollout_ends test_calls_at_once_are_independent
+        test_a_cancelled_call_leaves_nothing test_a_second_source_is_independent
     """,
     FORM: """
         test_one_result_a_sample_in_order test_a_sample_is_judged_by_itself test_a_verdict_is_of_the_whole_sample
@@ -131,7 +137,8 @@ _TESTS: Mapping[str, str] = {
         test_rows_become_their_examples test_examples_are_well_formed test_components_are_those_of_the_cases
         test_outputs_are_zero_outside_the_loss_mask test_an_empty_batch_is_legal test_streaming_tells_a_prefix
         test_a_rollout_is_the_one_that_was_ordered test_tokens_are_those_that_were_sampled
-        test_the_loss_mask_covers_sampled_tokens
+        test_the_loss_mask_covers_sampled_tokens test_names_and_schemas_fit_chat_templates
+        test_options_leave_the_key_kind_free test_the_same_call_answers_the_same test_a_cluster_has_one_head
     """,
     TRANSPORT: """
         test_special_values_arrive_bit_for_bit test_every_tensor_arrives_bit_for_bit test_several_ranks_and_replicas

@@ -40,9 +40,11 @@ import dataset_mutants  # noqa: E402
 import engine_mutants  # noqa: E402
 import environment_mutants  # noqa: E402
 import generator_mutants  # noqa: E402
+import launcher_mutants  # noqa: E402
 import logger_mutants  # noqa: E402
 import reward_mutants  # noqa: E402
 import sampler_mutants  # noqa: E402
+import tool_mutants  # noqa: E402
 import trainer_mutants  # noqa: E402
 import weight_sync_mutants  # noqa: E402
 from machine import machine_facts  # noqa: E402
@@ -84,9 +86,11 @@ TEMPLATE_MUTANTS = (
     *dataset_mutants.MUTANTS,
     *environment_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
+    *launcher_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
     *sampler_mutants.MUTANTS,
+    *tool_mutants.MUTANTS,
     *trainer_mutants.MUTANTS,
     *weight_sync_mutants.MUTANTS,
 )  # fmt: skip

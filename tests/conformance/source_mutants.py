@@ -22,9 +22,11 @@ HOOKS: Mapping[str, str] = {
     "dataset": "chatlearn_datasets",
     "environment": "chatlearn_environments",
     "generator": "chatlearn_generators",
+    "launcher": "chatlearn_launchers",
     "logger": "chatlearn_loggers",
     "reward": "chatlearn_rewards",
     "sampler": "chatlearn_samplers",
+    "tool": "chatlearn_tools",
     "trainer": "chatlearn_trainers",
     "weight_sync": "chatlearn_weight_syncs",
 }

@@ -8,9 +8,11 @@ from typing import Any
 import algorithm_mutants
 import dataset_mutants
 import environment_mutants
+import launcher_mutants
 import logger_mutants
 import pytest
 import sampler_mutants
+import tool_mutants
 from conformance_mutants import MUTANTS, Mutant
 
 from chatlearn_core.plugins.registry import PluginRegistry
@@ -95,8 +97,10 @@ def test_every_suite_has_mutants() -> None:
     of_templates = (
         *dataset_mutants.MUTANTS,
         *environment_mutants.MUTANTS,
+        *launcher_mutants.MUTANTS,
         *logger_mutants.MUTANTS,
         *sampler_mutants.MUTANTS,
+        *tool_mutants.MUTANTS,
     )
     kinds = {mutant.kind for mutant in (*MUTANTS, *of_templates)}
     kinds |= {"algorithm"} if algorithm_mutants.MUTANTS else set()

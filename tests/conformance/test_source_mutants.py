@@ -15,11 +15,13 @@ from pathlib import Path
 import dataset_mutants
 import environment_mutants
 import generator_mutants
+import launcher_mutants
 import logger_mutants
 import numpy as np
 import pytest
 import reward_mutants
 import sampler_mutants
+import tool_mutants
 import torch
 import trainer_mutants
 import weight_sync_mutants
@@ -35,9 +37,11 @@ MUTANTS = (
     *dataset_mutants.MUTANTS,
     *environment_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
+    *launcher_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
     *sampler_mutants.MUTANTS,
+    *tool_mutants.MUTANTS,
     *trainer_mutants.MUTANTS,
     *weight_sync_mutants.MUTANTS,
 )
@@ -45,9 +49,11 @@ KINDS: tuple[Kind, ...] = (
     "dataset",
     "environment",
     "generator",
+    "launcher",
     "logger",
     "reward",
     "sampler",
+    "tool",
     "trainer",
     "weight_sync",
 )

@@ -64,6 +64,8 @@ CHECKS: dict[str, Check] = {
     "chatlearn_example_kinds": registers("example_kind", "rewrites"),
     "chatlearn_algorithms": registers("algorithm", "acme_po"),
     "chatlearn_environments": registers("environment", "browser"),
+    "chatlearn_tools": registers("tool", "timetable"),
+    "chatlearn_launchers": registers("launcher", "lsf"),
     "chatlearn_trainers": registers("trainer", "acme"),
     "chatlearn_generators": registers("generator", "acme"),
     "chatlearn_rewards": registers("reward", "unit_tests"),

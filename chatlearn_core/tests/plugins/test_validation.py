@@ -7,6 +7,7 @@ import pytest
 from chatlearn_core.plugins.records import (
     CliCommandSpec,
     GeneratorSpec,
+    LauncherSpec,
     ModelFamilySpec,
     PluginRecord,
     RewardSpec,
@@ -22,6 +23,7 @@ from chatlearn_core.plugins.validation import (
 )
 
 GENERATOR = GeneratorSpec(name="acme", factory="acme:Generator", options="acme:Options")
+LAUNCHER = LauncherSpec(name="acme", function="acme:launcher", recognised_by=("RANK",), order=1)
 SYNC = WeightSyncSpec(name="acme", sender="acme:Sender", receiver="acme:Receiver", options="acme:Options")
 
 
@@ -59,7 +61,7 @@ def test_what_is_no_name_of_a_command(name: str, problem: str) -> None:
 
 def test_good_records_have_no_problem() -> None:
     trainer = TrainerSpec(name="acme", factory="acme:Trainer", options="acme:Options", exports=frozenset({"boxes"}))
-    for record in (GENERATOR, SYNC, trainer):
+    for record in (GENERATOR, SYNC, LAUNCHER, trainer):
         assert record_problems(record) == []
     assert record_problems(replace(GENERATOR, model_families=frozenset({"qwen3"}))) == []
 
@@ -84,6 +86,9 @@ def test_good_records_have_no_problem() -> None:
             RewardSpec(name="r", factory="a:F", options="a:O", unit="batch"),
             "unit='batch': must be one of sample, group",
         ),
+        (replace(LAUNCHER, order="first"), "order=a str: 'first': must be a whole number"),
+        (replace(LAUNCHER, recognised_by="RANK"), "recognised_by=a str: 'RANK': must be a tuple of strings"),
+        (replace(LAUNCHER, function="acme.launcher"), "function"),
     ],
 )
 def test_every_broken_rule_is_named(record: PluginRecord, problem: str) -> None:

@@ -19,7 +19,7 @@ from chatlearn_testing.fakes.scripted import Scripted
 
 TOOLS = '''
 import time
-from chatlearn_agents.tool import ToolError
+from chatlearn_core.protocols import ToolError
 
 CALLS = []
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from chatlearn_agents.calculator import calculate
-from chatlearn_agents.tool import ToolError
+from chatlearn_core.protocols import ToolError
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import pytest
 
 from chatlearn_agents.mcp_server import McpServer
 from chatlearn_agents.options import McpOptions
-from chatlearn_agents.tool import ToolError
 from chatlearn_core.exceptions import BackendError, ConfigError
+from chatlearn_core.protocols import ToolError
 
 pytest.importorskip("mcp")
 

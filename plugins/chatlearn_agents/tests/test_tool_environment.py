@@ -173,7 +173,7 @@ def test_two_tools_of_one_name_and_unknown_words_are_refused(some_tools: Any) ->
     environment = ToolEnvironment(ToolsOptions(tools=["some_tools:add", "some_tools:add"]), RoleContext("helper"))
     with pytest.raises(ConfigError, match=r"roles.helper.options.tools.1: there are two tools named 'add'"):
         environment.setup()
-    with pytest.raises(ValueError, match="'browser' is neither calculator nor python nor the path"):
+    with pytest.raises(ValueError, match=r"No tool named 'browser'\.\n  installed: +calculator, function"):
         ToolsOptions(tools=["browser"])
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from chatlearn_core.config.choices import PLUGINS
 from chatlearn_core.exceptions import PluginIncompatibleError, PluginNotFoundError
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import RoleContext
@@ -48,3 +49,15 @@ def test_another_core_or_python_is_an_error() -> None:
 
 def test_minor() -> None:
     assert minor("3.11.4") == "3.11"
+
+
+def test_options_that_name_plugins_find_those_of_the_worker(fakes: PluginRegistry) -> None:
+    """A tool that only this registry has."""
+    [calculator] = [e for e in fakes.entries if (e.kind, e.name) == ("tool", "calculator")]
+    assert calculator.record is not None
+    acme = replace(calculator, name="acme", record=replace(calculator.record, name="acme"))
+    registry = replace(fakes, entries=(*fakes.entries, acme))
+    record = registry.select("environment", "tools")
+    options = registry.load_options(record).model_validate({"tools": ["acme"]}, context={PLUGINS: registry})
+    _, found = PluginChoice.of(registry, record, options, "roles.helper").find(registry, "driver-host")
+    assert found == options

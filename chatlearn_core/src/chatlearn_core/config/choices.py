@@ -20,6 +20,9 @@ from chatlearn_core.plugins.requirements import installed_where
 
 ROLES = "roles"
 """Key of the validation context of every options model; its value is the set of all configured role names."""
+PLUGINS = "plugins"
+"""Key of the validation context of every options model; its value is the ``PluginRegistry``, for options that name
+plugins themselves."""
 RANKS = "ranks"
 """Key of the validation context of a role's options model; its value is the number of ranks of a replica."""
 
@@ -138,7 +141,7 @@ def choose(values: Mapping[str, Any], registry: PluginRegistry, marks: Marks) ->
     """Select every plugin that resolved values name and validate its options."""
     choices = Choices()
     roles = values.get("roles")
-    names = {ROLES: frozenset(roles) if isinstance(roles, Mapping) else frozenset()}
+    names = {ROLES: frozenset(roles) if isinstance(roles, Mapping) else frozenset(), PLUGINS: registry}
     for site in plugin_sites(values):
         try:
             record = _select(site, registry, where=f"{marks.locate(site.name_path)}, {show_path(site.name_path)}")

@@ -9,7 +9,7 @@ from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins.records import PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
 
-CODE_FIELDS = ("factory", "sender", "receiver", "app")
+CODE_FIELDS = ("factory", "sender", "receiver", "app", "function")
 """Fields of records that name code."""
 
 

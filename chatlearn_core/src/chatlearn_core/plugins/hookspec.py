@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ExampleKindSpec,
         FlowMethodSpec,
         GeneratorSpec,
+        LauncherSpec,
         LoggerSpec,
         ModelFamilySpec,
         OutputSpec,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         SamplerSpec,
         ScheduleSpec,
         StepPolicySpec,
+        ToolSpec,
         TrainerSpec,
         WeightSyncSpec,
     )
@@ -94,6 +96,34 @@ def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
                     summary="One worker per Slurm task.",
                     factory="acme_slurm.runtime:SlurmRuntime",
                     options="acme_slurm.options:SlurmOptions",
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_launchers() -> Iterable[LauncherSpec]:
+    """Register launchers: programs that start a process on each node of a cluster and tell it its part.
+
+    ``chatlearn cluster up`` asks them in ascending ``order``, or the one that ``--launcher`` names.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import LauncherSpec
+
+        @hookimpl
+        def chatlearn_launchers():
+            return [
+                LauncherSpec(
+                    name="lsf",
+                    summary="Jobs of IBM Spectrum LSF.",
+                    function="acme_cluster.lsf:lsf",
+                    recognised_by=("LSB_JOBID",),
+                    order=400,
                 )
             ]
     """
@@ -233,6 +263,33 @@ def chatlearn_environments() -> Iterable[EnvironmentSpec]:
                     summary="A headless browser as a tool.",
                     factory="acme_browser.environment:Browser",
                     options="acme_browser.options:BrowserOptions",
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_tools() -> Iterable[ToolSpec]:
+    """Register sources of tools that a policy can call during a rollout.
+
+    The environment ``tools`` opens those that its option ``tools`` names by ``kind``.
+
+    Called: when plugins load; in a child process, and in the process itself if its records cannot be stored; once for
+    each state of its files.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import ToolSpec
+
+        @hookimpl
+        def chatlearn_tools():
+            return [
+                ToolSpec(
+                    name="timetable",
+                    summary="Departures of trains.",
+                    factory="acme_travel.timetable:Timetable",
+                    options="acme_travel.options:TimetableOptions",
                 )
             ]
     """

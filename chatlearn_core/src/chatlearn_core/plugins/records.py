@@ -21,10 +21,12 @@ Kind = Literal[
     "weight_sync",
     "algorithm",
     "environment",
+    "tool",
     "dataset",
     "example_kind",
     "model_family",
     "runtime",
+    "launcher",
     "logger",
     "cli_command",
     "sampler",
@@ -269,6 +271,16 @@ class EnvironmentSpec(BackendRecord):
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class ToolSpec(BackendRecord):
+    """A source of tools that a policy can call: ``factory(options) -> ToolSource``.
+
+    The options have no field ``kind``: configurations name the source by that key, beside its options.
+    """
+
+    kind: ClassVar[Kind] = "tool"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class DatasetSpec(BackendRecord):
     """A dataset format: ``factory(options) -> DatasetFormat``, which interprets the rows of a file."""
 
@@ -312,6 +324,22 @@ class RuntimeSpec(BackendRecord):
     refreshes: bool = False
     """Whether it moves weights between trainers over a transport (``RefreshingRuntime``). If not,
     ``roles.<role>.refresh`` writes and reads model directories."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class LauncherSpec(PluginRecord):
+    """A program that starts a process on each node of a cluster: ``function(environment) -> NodePart | None``
+    (``protocols.Launcher``).
+    """
+
+    kind: ClassVar[Kind] = "launcher"
+    function: ImportString
+    recognised_by: tuple[str, ...]
+    """Environment variables that every process of this launcher has; where one is missing, ``function`` returns None.
+    """
+    order: int
+    """Of several launchers that recognise a process, the one with the lowest ``order`` counts; two with the same
+    ``order`` are an error."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -476,10 +504,12 @@ RECORD_TYPES: dict[Kind, type[PluginRecord]] = {
         WeightSyncSpec,
         AlgorithmSpec,
         EnvironmentSpec,
+        ToolSpec,
         DatasetSpec,
         ExampleKindSpec,
         ModelFamilySpec,
         RuntimeSpec,
+        LauncherSpec,
         LoggerSpec,
         CliCommandSpec,
         OutputSpec,

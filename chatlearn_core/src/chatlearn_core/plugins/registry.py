@@ -16,10 +16,12 @@ from chatlearn_core.plugins.records import (
     ExampleKindSpec,
     FlowMethodSpec,
     Kind,
+    LauncherSpec,
     ModelFamilySpec,
     OutputSpec,
     PluginRecord,
     RuntimeSpec,
+    ToolSpec,
     WeightSyncSpec,
 )
 from chatlearn_core.plugins.requirements import InstalledVersion, installed_here
@@ -45,6 +47,8 @@ class PluginRegistry:
     def records(self, kind: Literal["model_family"]) -> tuple[ModelFamilySpec, ...]: ...
     @overload
     def records(self, kind: Literal["cli_command"]) -> tuple[CliCommandSpec, ...]: ...
+    @overload
+    def records(self, kind: Literal["launcher"]) -> tuple[LauncherSpec, ...]: ...
     @overload
     def records(self, kind: Literal["output"]) -> tuple[OutputSpec, ...]: ...
     @overload
@@ -75,6 +79,14 @@ class PluginRegistry:
     def select(
         self, kind: Literal["runtime"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
     ) -> RuntimeSpec: ...
+    @overload
+    def select(
+        self, kind: Literal["launcher"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> LauncherSpec: ...
+    @overload
+    def select(
+        self, kind: Literal["tool"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> ToolSpec: ...
     @overload
     def select(
         self, kind: Literal["model_family"], name: str, where: str = "", *, installed: InstalledVersion | None = ...

@@ -25,11 +25,13 @@ from chatlearn_core.plugins.requirements import requirement_syntax_problem
 REGISTERING_HOOKS: Mapping[str, Kind] = {
     "chatlearn_cli_commands": "cli_command",
     "chatlearn_runtimes": "runtime",
+    "chatlearn_launchers": "launcher",
     "chatlearn_model_families": "model_family",
     "chatlearn_datasets": "dataset",
     "chatlearn_example_kinds": "example_kind",
     "chatlearn_algorithms": "algorithm",
     "chatlearn_environments": "environment",
+    "chatlearn_tools": "tool",
     "chatlearn_trainers": "trainer",
     "chatlearn_generators": "generator",
     "chatlearn_rewards": "reward",
@@ -114,6 +116,10 @@ def record_problems(record: PluginRecord) -> list[str]:
             problems.append(collection_problem(field.name, value))
         elif str(field.type) in ("tuple[Channel, ...]", "tuple[Export, ...]"):
             problems.append(preference_problem(field.name, value))
+        elif field.type == "tuple[str, ...]" and isinstance(value, str):
+            problems.append(f"{field.name}={short(value)}: must be a tuple of strings; mind the comma: ({value!r},)")
+        elif field.name == "order" and type(value) is not int:
+            problems.append(f"{field.name}={short(value)}: must be a whole number")
         elif field.name in VOCABULARIES and value not in VOCABULARIES[field.name]:
             problems.append(f"{field.name}={value!r}: must be one of {', '.join(VOCABULARIES[field.name])}")
     if isinstance(record, FlowMethodSpec):

@@ -25,6 +25,7 @@ from chatlearn_core.protocols.generator import (
     ProcessGroupLoader,
     WeightLoader,
 )
+from chatlearn_core.protocols.launcher import Launcher, NodePart
 from chatlearn_core.protocols.lifecycle import MEMORY_PARTS, Head, Lifecycle, MemoryPart, ModelSource, RoleContext
 from chatlearn_core.protocols.logger import Logger
 from chatlearn_core.protocols.loss import Loss, LossOutput, Unit
@@ -48,11 +49,13 @@ from chatlearn_core.protocols.runtime import (
     RuntimeEvent,
     TrainerGroup,
 )
+from chatlearn_core.protocols.tool import TOOL_NAME, Tool, ToolError, ToolSource
 from chatlearn_core.protocols.trainer import BackgroundSavingTrainer, Trainer, WeightTakingTrainer
 from chatlearn_core.protocols.weight_sync import WeightReceiver, WeightSender
 
 __all__ = [
     "MEMORY_PARTS",
+    "TOOL_NAME",
     "Aggregation",
     "Algorithm",
     "AlgorithmContext",
@@ -71,6 +74,7 @@ __all__ = [
     "Generator",
     "GeneratorFleet",
     "Head",
+    "Launcher",
     "LendWeights",
     "Lifecycle",
     "Logger",
@@ -83,6 +87,7 @@ __all__ = [
     "MemoryPart",
     "ModelGroup",
     "ModelSource",
+    "NodePart",
     "OnTokens",
     "PlainData",
     "ProcessGroupLoader",
@@ -107,6 +112,9 @@ __all__ = [
     "SequenceBuilder",
     "Split",
     "StepPolicy",
+    "Tool",
+    "ToolError",
+    "ToolSource",
     "Trainer",
     "TrainerGroup",
     "Unit",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from chatlearn_agents.options import CalculatorOptions
-from chatlearn_agents.tool import Tool, ToolError
+from chatlearn_core.protocols import Tool, ToolError
 
 MAX_CHARS = 500
 MAX_BITS = 4096

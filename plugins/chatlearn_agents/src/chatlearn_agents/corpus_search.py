@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from chatlearn_agents.options import SearchOptions
-from chatlearn_agents.tool import Tool
 from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.protocols import Tool
 
 K1, B = 1.5, 0.75
 """Saturation of the term frequency, and strength of the length normalisation: customary values."""

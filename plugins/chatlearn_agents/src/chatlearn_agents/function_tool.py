@@ -14,10 +14,10 @@ from pydantic.errors import PydanticUserError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from chatlearn_agents.options import FunctionToolOptions
-from chatlearn_agents.tool import Tool, ToolError
 from chatlearn_agents.tool_threads import ToolThreads
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.plugins.import_string import resolve_import_string
+from chatlearn_core.protocols import Tool, ToolError
 
 _UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

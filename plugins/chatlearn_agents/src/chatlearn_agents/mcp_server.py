@@ -7,6 +7,7 @@ import concurrent.futures
 import importlib.util
 import json
 import logging
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from chatlearn_agents.options import McpOptions
-from chatlearn_agents.tool import Tool, ToolError
 from chatlearn_core.exceptions import BackendError, ConfigError
+from chatlearn_core.protocols import Tool, ToolError
 
 _LOG = logging.getLogger(__name__)
 _STOP_S = 10.0
@@ -177,13 +178,16 @@ class _Connection:
 
     async def _connected(self, listed: concurrent.futures.Future[list[Any]]) -> None:
         from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
 
         options = self._options
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         program, *arguments = options.command
         parameters = StdioServerParameters(command=program, args=arguments, env=options.env or None)
+        # The process's own standard error: what took the place of `sys.stderr` may be no file.
+        transport = stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr)
         async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(self._client_task(Client(parameters), listed))
+            serving = tasks.create_task(self._client_task(Client(transport), listed))
             await self._stop.wait()
             serving.cancel()
 

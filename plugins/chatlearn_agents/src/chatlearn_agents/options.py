@@ -1,10 +1,12 @@
-"""Options of the environments. Imports pydantic only."""
+"""Options of the environments and of the tools. Imports nothing heavy."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
+
+from chatlearn_agents.tool_choice import ToolChoice
 
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
@@ -14,7 +16,6 @@ class FunctionToolOptions(BaseModel):
 
     model_config = _STRICT
 
-    kind: Literal["function"] = "function"
     path: str = Field(description="package.module:function, sync or async.")
     name: str | None = Field(None, description="Name for the model; by default the function's.")
     description: str | None = Field(None, description="For the model; by default the docstring's.")
@@ -28,7 +29,6 @@ class CalculatorOptions(BaseModel):
 
     model_config = _STRICT
 
-    kind: Literal["calculator"] = "calculator"
     name: str = "calculator"
 
 
@@ -37,7 +37,6 @@ class PythonOptions(BaseModel):
 
     model_config = _STRICT
 
-    kind: Literal["python"] = "python"
     name: str = "python"
     timeout_s: float = Field(10.0, gt=0, le=3600, description="Time limit of a program, seconds.")
     memory_mb: int = Field(
@@ -61,7 +60,6 @@ class SearchOptions(BaseModel):
 
     model_config = _STRICT
 
-    kind: Literal["search"] = "search"
     path: str = Field(description="JSON Lines file; each line is an object with the text of a passage.")
     name: str = "search"
     description: str = "Searches a collection of texts and returns the passages that match best."
@@ -76,7 +74,6 @@ class McpOptions(BaseModel):
 
     model_config = _STRICT
 
-    kind: Literal["mcp"] = "mcp"
     command: tuple[str, ...] = Field(min_length=1, description="The server's program and its arguments.")
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables for the server.")
     tools: tuple[str, ...] | None = Field(None, description="Names of the tools to offer; by default all.")
@@ -85,20 +82,15 @@ class McpOptions(BaseModel):
     max_restarts: int = Field(3, ge=0, description="How often a server that has ended is started again in a run.")
 
 
-ToolOptions = Annotated[
-    FunctionToolOptions | CalculatorOptions | PythonOptions | SearchOptions | McpOptions, Field(discriminator="kind")
-]
-
-
 class ToolsOptions(BaseModel):
     """The tools, and the limits of their calls."""
 
     model_config = _STRICT
 
-    tools: tuple[ToolOptions | str, ...] = Field(
+    tools: tuple[ToolChoice, ...] = Field(
         min_length=1,
-        description="Each an object with a kind: function, calculator, python, search or mcp. A text is the path of a "
-        "function, or the kind calculator or python.",
+        description="Each an object with the kind of a tool (chatlearn plugins list) and the options of that tool. A "
+        "text is a kind without options, or the path of a function (package.module:function).",
     )
     tool_calls: Literal["auto", "hermes", "json", "glm", "qwen_xml", "deepseek", "harmony"] = Field(
         "auto",
@@ -113,28 +105,6 @@ class ToolsOptions(BaseModel):
     )
     max_calls_per_turn: int = Field(16, ge=1, description="Calls of one turn that are run; the others are refused.")
     max_concurrent_calls: int = Field(16, ge=1, description="Calls that run at once in this environment.")
-
-    @field_validator("tools")
-    @classmethod
-    def _known(cls, value: tuple[ToolOptions | str, ...]) -> tuple[ToolOptions | str, ...]:
-        for one in value:
-            if isinstance(one, str) and one not in ("calculator", "python") and ":" not in one:
-                raise ValueError(
-                    f"tool {one!r} is neither calculator nor python nor the path of a function "
-                    "(package.module:function)"
-                )
-        return value
-
-    @property
-    def all_tools(self) -> tuple[ToolOptions, ...]:
-        """The tools, with texts replaced by what they are short for."""
-        return tuple(_tool_of_text(one) if isinstance(one, str) else one for one in self.tools)
-
-
-def _tool_of_text(text: str) -> ToolOptions:
-    if text == "calculator":
-        return CalculatorOptions()
-    return PythonOptions() if text == "python" else FunctionToolOptions(path=text)
 
 
 class GameOptions(BaseModel):

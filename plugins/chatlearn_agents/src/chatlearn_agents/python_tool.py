@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from chatlearn_agents.options import PythonOptions
-from chatlearn_agents.tool import Tool
 from chatlearn_agents.tool_threads import ToolThreads
 from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.protocols import Tool
 from chatlearn_sandbox.sandbox import Limits, Sandbox, SandboxError, SandboxResult, run
 
 _RUNNER = Path(__file__).with_name("python_program.py").read_text()

@@ -7,7 +7,6 @@ from collections import Counter
 
 from chatlearn_agents.conversation import Conversation, call_id
 from chatlearn_agents.options import ToolsOptions
-from chatlearn_agents.tool_sources import tool_sources
 from chatlearn_agents.toolbox import Toolbox, ToolResult
 from chatlearn_chat.tool_calls import FORMATS
 from chatlearn_chat.turn_reader import ReadTurn, TurnReader, reader_of
@@ -38,7 +37,9 @@ class ToolEnvironment:
 
     def __init__(self, options: ToolsOptions, context: RoleContext) -> None:
         self.options = options
-        self._toolbox = Toolbox(tool_sources(options.all_tools, context.role), options)
+        key = f"roles.{context.role}.options.tools"
+        sources = [(f"{key}.{index}", choice.source()) for index, choice in enumerate(options.tools)]
+        self._toolbox = Toolbox(sources, options)
         self._reader: TurnReader | None = None
 
     def setup(self) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from chatlearn_agents.tool import ToolError
+from chatlearn_core.protocols import ToolError
 
 MAX_ABANDONED = 16
 """Threads of one tool that may still run after their calls timed out; Python cannot end a thread."""

@@ -19,11 +19,10 @@ from referencing.exceptions import Unresolvable
 
 from chatlearn_agents.options import ToolsOptions
 from chatlearn_agents.shortened import shortened
-from chatlearn_agents.tool import Tool, ToolError, ToolSource
 from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.protocols import TOOL_NAME, Tool, ToolError, ToolSource
 
 _LOG = logging.getLogger(__name__)
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _SHOWN = 300
 """Characters of an error's text that the model sees."""
 MAX_ARGUMENT_CHARS = 1 << 20
@@ -61,7 +60,7 @@ class Toolbox:
         """
         for key, source in self._sources:
             for tool in source.open():
-                if not _NAME.fullmatch(tool.name):
+                if not TOOL_NAME.fullmatch(tool.name):
                     raise ConfigError(
                         f"{key}: {tool.name!r:.80} is no name of a tool; use at most 64 letters, digits, _, - and ., "
                         "with a letter or _ first"

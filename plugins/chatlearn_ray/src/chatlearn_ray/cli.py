@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_ray.cluster_token import MODE, TOKEN_PATH, use_token
-from chatlearn_ray.launch import DEFAULT_PORT, node_role
+from chatlearn_ray.launch import DEFAULT_PORT, find_part, ray_command
 
 USAGE_STATS = "RAY_USAGE_STATS_ENABLED"
 """Ray sends usage statistics to its developers unless this variable is 0."""
@@ -35,21 +36,27 @@ def up(
             "exist. By default RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."
         ),
     ] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(help="Name of the launcher; by default the first, in their order, whose variables are set."),
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print this node's command without running it.")] = False,
 ) -> None:
-    """Start head or worker on this node, as numbered by torchrun, SLURM or PAI-DLC. Run it once on every node."""
-    role = node_role(os.environ)
-    command = role.command(port)
-    part = "head" if role.is_head else f"worker of {role.head}"
+    """Start head or worker on this node, as numbered by torchrun, PAI-DLC, SLURM or another launcher. Run it once on
+    every node.
+    """
+    name, part = find_part(discover_plugins(), os.environ, launcher)
+    command, is_head = ray_command(part, port), part.rank == 0
+    task = "head" if is_head else f"worker of {part.head}"
     environment = dict(os.environ)
     environment.setdefault(USAGE_STATS, "0")
-    starts = role.local_rank == 0 and not show
+    starts = part.local_rank == 0 and not show
     if starts:
-        source = use_token(environment, token_file, is_head=role.is_head)
+        source = use_token(environment, token_file, is_head=is_head)
     elif token_file is not None:
         environment |= {MODE: "token", TOKEN_PATH: str(token_file.expanduser().absolute())}
     told = [f"{name}={environment[name]}" for name in (USAGE_STATS, MODE, TOKEN_PATH) if name in environment]
-    typer.echo(f"{role.launcher}: node {role.rank} of {role.num_nodes}, {part}: {shlex.join([*told, *command])}")
+    typer.echo(f"{name}: node {part.rank} of {part.num_nodes}, {task}: {shlex.join([*told, *command])}")
     if show:
         return
     if not starts:

@@ -1,11 +1,13 @@
-"""Registers the runtime ``ray``. Imports nothing heavy, so that listing plugins never imports Ray."""
+"""Registers the runtime ``ray`` and launchers of clusters. Imports nothing heavy, so that listing plugins never imports
+Ray.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from chatlearn_core.plugins import hookimpl
-from chatlearn_core.plugins.records import CliCommandSpec, RuntimeSpec
+from chatlearn_core.plugins.records import CliCommandSpec, LauncherSpec, RuntimeSpec
 
 RAY = ("ray>=2.60",)
 
@@ -27,13 +29,41 @@ def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
 
 
 @hookimpl
+def chatlearn_launchers() -> Iterable[LauncherSpec]:
+    """Register torchrun before PAI-DLC, whose variables torchrun sets, too."""
+    return [
+        LauncherSpec(
+            name="torchrun",
+            summary="torchrun of PyTorch, one process or more per node.",
+            function="chatlearn_ray.launchers:torchrun",
+            recognised_by=("GROUP_RANK",),
+            order=100,
+        ),
+        LauncherSpec(
+            name="pai-dlc",
+            summary="Jobs of Alibaba Cloud PAI-DLC.",
+            function="chatlearn_ray.launchers:pai_dlc",
+            recognised_by=("RANK", "WORLD_SIZE", "MASTER_ADDR"),
+            order=200,
+        ),
+        LauncherSpec(
+            name="slurm",
+            summary="srun of SLURM.",
+            function="chatlearn_ray.launchers:slurm",
+            recognised_by=("SLURM_NODEID",),
+            order=300,
+        ),
+    ]
+
+
+@hookimpl
 def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
     """Register ``chatlearn cluster``."""
     return [
         CliCommandSpec(
             name="cluster",
             app="chatlearn_ray.cli:app",
-            help="Start a Ray cluster under torchrun, SLURM or PAI-DLC.",
+            help="Start a Ray cluster under torchrun, PAI-DLC, SLURM or another launcher.",
             requires=(RAY,),
         )
     ]

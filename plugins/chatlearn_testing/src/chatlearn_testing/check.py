@@ -27,10 +27,12 @@ from chatlearn_testing.suites import (
     DatasetConformance,
     EnvironmentConformance,
     GeneratorConformance,
+    LauncherConformance,
     LoggerConformance,
     RewardConformance,
     RuntimeConformance,
     SamplerConformance,
+    ToolConformance,
     TrainerConformance,
     WeightSyncConformance,
 )
@@ -51,6 +53,8 @@ SUITES: Mapping[str, type[ConformanceSuite]] = {
         LoggerConformance,
         SamplerConformance,
         EnvironmentConformance,
+        ToolConformance,
+        LauncherConformance,
     )
 }
 TEST_FILE = """\
@@ -134,7 +138,7 @@ def suite_class(
                 f"{record.kind} {record.name!r} is tested on a model: pass a model directory and a load_reference"
             )
         body |= {"load_reference": load_reference, "model_directory": _directory_fixture(model_directory)}
-    if issubclass(suite, RewardConformance | DatasetConformance | EnvironmentConformance) and "cases" not in body:
+    if "cases" in suite.settable and "cases" not in body:
         raise PluginError(f"{record.kind} {record.name!r} is tested on its own cases: pass them in settings['cases']")
     name = "".join(
         part.capitalize() for part in (*record.name.replace("-", "_").split("_"), record.kind.split("_")[-1])

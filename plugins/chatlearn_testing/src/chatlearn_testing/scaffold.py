@@ -36,6 +36,8 @@ class TemplateKind(StrEnum):
     logger = "logger"
     sampler = "sampler"
     environment = "environment"
+    tool = "tool"
+    launcher = "launcher"
 
 
 TEMPLATE_KINDS = tuple(kind.value for kind in TemplateKind)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from chatlearn_core import __version__ as core_version
+from chatlearn_core.config.choices import PLUGINS
 from chatlearn_core.exceptions import PluginIncompatibleError
 from chatlearn_core.plugins.records import Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
@@ -56,7 +57,7 @@ class PluginChoice:
                 f"({driver_host}), but {entry.distribution} {entry.version} on {worker_place()}. Install one "
                 "version on every node"
             )
-        return record, registry.load_options(record)(**self.options)
+        return record, registry.load_options(record).model_validate(dict(self.options), context={PLUGINS: registry})
 
 
 @dataclass(slots=True, frozen=True)

@@ -40,6 +40,8 @@ SUITE_NAMES: Mapping[Kind, str] = {
     "logger": "LoggerConformance",
     "sampler": "SamplerConformance",
     "environment": "EnvironmentConformance",
+    "tool": "ToolConformance",
+    "launcher": "LauncherConformance",
 }
 """Classes of ``chatlearn_testing.suites``, whose import takes seconds."""
 
@@ -198,6 +200,10 @@ def missing_settings(record: PluginRecord, settings: Mapping[str, Any], model: o
         return f"no rows with known examples: give 'cases' in {where}"
     if record.kind == "environment" and "cases" not in settings:
         return f"no rollouts with known outcomes: give 'cases' in {where}"
+    if record.kind == "tool" and "cases" not in settings:
+        return f"no calls with known answers: give 'cases' in {where}"
+    if record.kind == "launcher" and "cases" not in settings:
+        return f"no processes with known parts: give 'cases' in {where}"
     return ""
 
 

@@ -5,10 +5,12 @@ from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.dataset import DatasetConformance, RowCase
 from chatlearn_testing.suites.environment import EnvironmentCase, EnvironmentConformance
 from chatlearn_testing.suites.generator import GeneratorConformance
+from chatlearn_testing.suites.launcher import LauncherCase, LauncherConformance
 from chatlearn_testing.suites.logger import LoggerConformance
 from chatlearn_testing.suites.reward import RewardCase, RewardConformance
 from chatlearn_testing.suites.runtime import RuntimeConformance
 from chatlearn_testing.suites.sampler import SamplerConformance
+from chatlearn_testing.suites.tool import ToolCase, ToolConformance
 from chatlearn_testing.suites.trainer import TrainerConformance
 from chatlearn_testing.suites.weight_sync import WeightSyncConformance
 
@@ -19,12 +21,16 @@ __all__ = [
     "EnvironmentCase",
     "EnvironmentConformance",
     "GeneratorConformance",
+    "LauncherCase",
+    "LauncherConformance",
     "LoggerConformance",
     "RewardCase",
     "RewardConformance",
     "RowCase",
     "RuntimeConformance",
     "SamplerConformance",
+    "ToolCase",
+    "ToolConformance",
     "TrainerConformance",
     "WeightSyncConformance",
 ]

@@ -1,0 +1,1 @@
+"""The tool ``acme`` for ChatLearn."""
