@@ -16,9 +16,10 @@ from chatlearn_core.executor.flow_checks import (
     check_roles,
     check_scores,
     check_stages,
+    check_uses,
 )
 from chatlearn_core.flow import FlowVocabulary, Graph, trace
-from chatlearn_core.plugins.records import FlowMethodSpec, GeneratorSpec
+from chatlearn_core.plugins.records import FlowMethodSpec, GeneratorSpec, RewardSpec, RoleUse
 from chatlearn_core.protocols import Loss
 from chatlearn_core.types import OutputRequest
 
@@ -147,6 +148,34 @@ def test_a_generator_that_does_not_score_given_tokens_is_refused() -> None:
         check_scores(loaded, graph)
     record = replace(record, scores=True)
     check_scores(loaded, graph)
+
+
+def test_a_reward_model_takes_a_generator_that_classifies_or_scores() -> None:
+    plain = GeneratorSpec(name="acme", factory="a:b", options="a:c", channels=frozenset(), kv_after_sync="recomputed")
+    use = RoleUse(scores=True, classifies=True)
+    reward = RewardSpec(name="rm", factory="a:b", options="a:c", uses={"model": use})
+    roles = {"reward": SimpleNamespace(kind="reward", uses={"model": "scorer"}, parts=())}
+
+    def checked(generator: GeneratorSpec, reward: RewardSpec = reward, **options: Any) -> None:
+        choices = {
+            "reward": SimpleNamespace(record=reward, options=SimpleNamespace()),
+            "scorer": SimpleNamespace(record=generator, options=SimpleNamespace(**options)),
+        }
+        loaded: Any = SimpleNamespace(config=SimpleNamespace(roles=roles), plugin=lambda *path: choices[path[1]])
+        check_uses(loaded, cast("Any", None), ["reward"])  # the registry is for trainers
+
+    checked(replace(plain, scores=True))
+    checked(replace(plain, classifies=True))
+    checked(plain, classifies=True)
+    with pytest.raises(
+        ConfigError,
+        match=r"roles\.reward\.uses\.model is .scorer.: this reward asks it for logprobs of given tokens, which "
+        r"generator .acme. does not give, or for the score of a sequence classifier, which it does not serve",
+    ):
+        checked(replace(plain, classifies=True), classifies=False)
+    only_scores = replace(reward, uses={"model": replace(use, classifies=False)})
+    with pytest.raises(ConfigError, match=r"generator 'acme' serves a sequence classifier, which does neither"):
+        checked(replace(plain, scores=True), only_scores, classifies=True)
 
 
 def test_a_role_that_is_given_text_alone_may_have_its_own_tokenizer() -> None:

@@ -212,6 +212,24 @@ def test_what_nothing_could_stop_did_not_stop() -> None:
         check_completion(completion(sampling=sampling), scored, ORIGIN)
 
 
+def test_the_answer_of_a_classifier_is_a_finite_number_without_tokens() -> None:
+    request = replace(REQUEST, classify=True)
+    nothing: dict[str, Any] = {
+        "token_ids": np.zeros(0, np.int64),
+        "logprobs": np.zeros(0, np.float32),
+        "raw_logprobs": None,
+        "token_data": {},
+        "version_spans": (),
+    }
+    check_completion(completion(**nothing, score=-2.5), request, ORIGIN)
+    check_completion(completion(**nothing, finish_reason="abort"), request, ORIGIN)
+    for score in (None, float("nan"), float("inf"), True, "1"):
+        with pytest.raises(ContractError, match=r"score is .*; the answer to a request that classifies is a finite"):
+            check_completion(completion(**nothing, score=score), request, ORIGIN)
+    with pytest.raises(ContractError, match="it has 3 tokens; a request that classifies samples none"):
+        check_completion(completion(score=1.0), request, ORIGIN)
+
+
 def test_more_tokens_than_were_asked_for_are_refused() -> None:
     with pytest.raises(ContractError, match="it has 3 tokens, more than max_tokens=2"):
         check_completion(completion(sampling=SamplingParams(2)), replace(REQUEST, sampling=SamplingParams(2)), ORIGIN)

@@ -37,6 +37,7 @@ OWNED: Mapping[str, str] = {
     "max_logprobs": "this backend sets it: a run asks for as many logprobs as it keeps ids",
     "max_loras": "the engine serves one adapter; set options.lora",
     "model": "set model.path",
+    "runner": "set options.runner",
     "skip_tokenizer_init": "stop strings need the tokenizer",
     "tokenizer": "set model.tokenizer",
     "trust_remote_code": "set model.trust_remote_code",
@@ -103,6 +104,8 @@ def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dic
     }
     if options.lora is not None:
         ours |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": options.lora.max_rank}
+    if options.classifies:
+        ours["runner"] = "pooling"
     defaults: dict[str, Any] = {
         "dtype": options.dtype if options.dtype != "auto" else ("float32" if on_cpu else "bfloat16")
     }

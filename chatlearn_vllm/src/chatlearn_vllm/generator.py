@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ConfigError, HostedCallError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ConfigError, HostedCallError, ModelError
 from chatlearn_core.protocols.lifecycle import MemoryPart, RoleContext
 from chatlearn_core.types import RAW_BASIS, LogprobBasis, SamplingParams
 from chatlearn_generator_kit.engine_arguments import refused
@@ -50,6 +50,7 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
         """
         super().__init__("vllm", context, EngineRequest)
         self._options = options
+        self.classifies = options.classifies
         self._arguments = engine_arguments(options, context)
         self._host: EngineHost | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -78,6 +79,12 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
         except BaseException:
             host.close()
             raise
+        if self.classifies and (labels := int(facts["num_labels"])) != 1:
+            host.close()
+            raise ModelError(
+                f"{self.name}: {source.path} has {labels} labels (num_labels in its config.json), and a reward is one "
+                "number; give the role a sequence classifier with one label"
+            )
         self._host = host
         self._offload_problem = facts["offload_problem"]
         self._loader = VLLMWeightLoader(
@@ -282,6 +289,10 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
             pending = self._pending.get(number)
             if pending is None or pending.future.done():
                 continue
+            if pending.request.classify:
+                [score] = logprobs
+                pending.finish(pending.classified(score))
+                continue
             for ids in kept or ():
                 problem = pending.keep_ids(np.array(ids, dtype=np.int32))
                 if problem is not None:
@@ -345,4 +356,5 @@ def _wire(pending: EngineRequest) -> dict[str, Any]:
         "seed": sampling.seed % 2**63,
         "forced_ids": [] if request.forced_ids is None else request.forced_ids.tolist(),
         "score_temperature": pending.basis.temperature,
+        "classify": request.classify,
     }

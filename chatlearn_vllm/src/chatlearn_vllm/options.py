@@ -26,6 +26,11 @@ class VLLMGeneratorOptions(BaseModel):
     python: str | None = Field(
         None, description="Another interpreter that has vLLM installed; the engine then runs in a child process."
     )
+    runner: Literal["generate", "classify"] = Field(
+        "generate",
+        description="generate: sample completions; classify: serve a sequence classifier with one label, whose scores "
+        "the reward model uses.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Dtype of the engine's weights; auto: float32 on a CPU, bfloat16 on a GPU."
     )
@@ -56,6 +61,11 @@ class VLLMGeneratorOptions(BaseModel):
     )
 
     @property
+    def classifies(self) -> bool:
+        """Whether the engine serves a sequence classifier, and samples nothing."""
+        return self.runner == "classify"
+
+    @property
     def bases(self) -> frozenset[str]:
         """Logprob bases that the engine returns."""
         return frozenset({self.logprobs})
@@ -71,6 +81,12 @@ class VLLMGeneratorOptions(BaseModel):
             raise ValueError(
                 "sleep_level 2 drops the base weights, which adapter syncs cannot restore; set sleep_level: 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _classifiers_are_fixed(self) -> VLLMGeneratorOptions:
+        if self.lora is not None and self.classifies:
+            raise ValueError("lora is for weight syncs, and a classifier's weights are fixed; remove lora")
         return self
 
     @property

@@ -27,6 +27,7 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             bases=frozenset({"raw", "processed"}),
             kept_ids=True,
             scores=True,
+            classifies=True,
             streaming=True,
             resumable=True,
             seeded=True,

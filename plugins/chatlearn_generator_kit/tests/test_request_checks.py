@@ -63,3 +63,15 @@ def test_only_generators_that_score_take_tokens_to_score() -> None:
     check_request(wanted, RAW_BASIS, "the generator", 10, 50, scores=True)
     with pytest.raises(BackendError, match="prompt token 50 is outside the model's vocabulary"):
         check_request(replace(wanted, forced_ids=np.array([50])), RAW_BASIS, "the generator", 10, 50, scores=True)
+
+
+def test_only_classifiers_take_tokens_to_classify_and_they_take_nothing_else() -> None:
+    wanted = replace(request([1] * 10), classify=True)
+    with pytest.raises(BackendError, match=r"score of a sequence classifier, .* \(GeneratorSpec.classifies\)"):
+        check(wanted)
+    check_request(wanted, RAW_BASIS, "the generator", 10, 50, classifies=True)  # as long as the model takes
+    longer = replace(request([1] * 11), classify=True)
+    with pytest.raises(BackendError, match="it has 11 tokens, but the model takes 10"):
+        check_request(longer, RAW_BASIS, "the generator", 10, 50, classifies=True)
+    with pytest.raises(BackendError, match="request 'the request': it requests tokens, but this generator serves"):
+        check_request(request([1, 2]), RAW_BASIS, "the generator", 10, 50, classifies=True)

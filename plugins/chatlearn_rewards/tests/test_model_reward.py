@@ -89,6 +89,21 @@ def test_a_generator_weighs_labels_by_their_probability(make_sample: Any) -> Non
     assert result.value == pytest.approx(10.0 * yes / (yes + no), rel=1e-6)
 
 
+def test_a_generator_that_classifies_gives_its_score(make_sample: Any) -> None:
+    seen: list[str] = []
+
+    def classify(ids: list[int]) -> float:
+        seen.append("".join(map(chr, ids)))
+        return 3.0
+
+    handle = ScriptedHandle(classify=classify)
+    [result] = scored(handle, [make_sample("It is 3")], input="text", scale=2.0)
+    assert (result.value, result.components) == (6.0, {"score": 3.0})
+    assert seen == ["[user]What is it?[assistant]It is 3"]
+    with pytest.raises(ConfigError, match="role 'scripted' serves a sequence classifier, whose score is the reward"):
+        scored(handle, [], question="{completion}?")
+
+
 def test_without_a_question_it_is_the_mean_logprob_of_what_was_sampled(make_sample: Any) -> None:
     sample = make_sample("a")
     sample.loss_mask = np.array([False, False, True, False, True])  # the token between was observed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from chatlearn_core.exceptions import BackendTimeoutError, ContractError, ReplicaLostError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ContractError, ReplicaLostError
 from chatlearn_core.plugins.builtin import chatlearn_outputs
 from chatlearn_core.protocols import ModelSource, PlainData
 from chatlearn_core.runtime.boundary import Origin
@@ -70,6 +71,26 @@ class JudgedReward:
 def group(handle: Handle, timeout_s: float, own_s: float = 0.0) -> CombinedReward:
     part: Any = JudgedReward(handle, own_s)
     return CombinedReward("reward", [RewardPart("judged", part)], timeout_s)
+
+
+async def test_a_classifier_answers_with_its_score() -> None:
+    asked = []
+
+    async def ask(role: str, request: Any) -> Completion:
+        asked.append(request)
+        return replace(completion_of(request), score=0.25)
+
+    assert await make_handle(ask).classify(np.array([4, 5]), request_id="a", group_id="g") == 0.25
+    [request] = asked
+    assert (request.id, request.prompt_ids.tolist(), request.group_id, request.classify) == ("reward/a", [4, 5], "g", 1)
+    with pytest.raises(ContractError, match="calls classify of role 'judge', which is a trainer"):
+        await make_handle(ask, "trainer").classify(np.array([4]), request_id="a")
+
+    async def interrupted(role: str, request: Any) -> Completion:
+        return completion_of(request)
+
+    with pytest.raises(BackendError, match="'judge' was interrupted before it classified request 'reward/a'"):
+        await make_handle(interrupted).classify(np.array([4]), request_id="a")
 
 
 async def test_the_time_of_the_other_role_is_not_the_rewards() -> None:

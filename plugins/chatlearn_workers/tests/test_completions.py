@@ -48,11 +48,21 @@ def test_completions_come_back_as_they_were() -> None:
         completion("c", 3, raw_logprobs=np.full(3, -0.5, np.float32), token_data={"experts": np.ones((3, 2), np.int8)}),
         replace(completion("e", 2), sampling=SamplingParams(9), basis=LogprobBasis(0.5)),
         completion("d", 2, token_data={"experts": np.zeros((2, 4), np.int8)}),
+        replace(completion("f", 0, score=-1.5), text=""),  # of a classifier
     ]
     facts, arrays = packed(before)
     after = BlockStore().get_completions([completion_of(one, Block(arrays), SAMPLING) for one in facts])
     for old, new in zip(before, after, strict=True):
-        for name in ("request_id", "basis", "finish_reason", "sampling", "version_spans", "text", "num_cached_tokens"):
+        for name in (
+            "request_id",
+            "basis",
+            "finish_reason",
+            "sampling",
+            "version_spans",
+            "text",
+            "num_cached_tokens",
+            "score",
+        ):
             assert getattr(new, name) == getattr(old, name)
         assert new.token_ids.tolist() == old.token_ids.tolist()
         assert new.logprobs.tolist() == old.logprobs.tolist()

@@ -21,6 +21,7 @@ from chatlearn_core.executor.evaluation_metrics import Measures, usual_k
 from chatlearn_core.executor.evaluator import evaluation_flow, evaluation_roles
 from chatlearn_core.executor.flow_checks import (
     called_by_text,
+    check_classifiers,
     check_devices,
     check_outputs,
     check_partial_rollouts,
@@ -149,6 +150,7 @@ def assemble_flow(loaded: LoadedConfig, registry: PluginRegistry) -> FlowAssembl
         check_outputs(loaded, registry, one, {})
     num_kept_ids = max_kept_ids(loaded, graph, learning.losses, sampling_params(config.sampling))
     check_scores(loaded, graph)
+    check_classifiers(loaded, graph)
     called = {*learning.learners}.union(*(one.roles for one in (graph, *evaluations.values())))
     check_uses(loaded, registry, called)
     check_partial_rollouts(config, graph)

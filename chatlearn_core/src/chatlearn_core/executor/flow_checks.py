@@ -11,6 +11,7 @@ from chatlearn_core.config.load import LoadedConfig
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.flow import Graph
+from chatlearn_core.plugins.compatibility import classifies
 from chatlearn_core.plugins.records import GeneratorSpec, OutputSpec, RewardSpec, RoleUse, TrainerSpec
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Loss
@@ -134,6 +135,37 @@ def check_scores(loaded: LoadedConfig, graph: Graph) -> None:
             )
 
 
+def check_classifiers(loaded: LoadedConfig, graph: Graph) -> None:
+    """Check that the flow and its environments let no generator sample that serves a sequence classifier, and that such
+    a generator has a model of its own. ``check_uses`` checks rewards.
+    """
+    asked: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.kind == "generator":
+            asked.setdefault(node.role, f"{node.source}: {node.name}")
+        elif node.kind == "environment":
+            asked |= dict.fromkeys(loaded.config.roles[node.role].used_roles, f"roles.{node.role} (an environment)")
+    for name, role in loaded.config.roles.items():
+        if role.kind != "generator" or not _classifies(loaded, name):
+            continue
+        if name in asked:
+            raise ConfigError(
+                f"{asked[name]} lets role {name!r} sample, but with its options generator "
+                f"{loaded.plugin('roles', name).record.name!r} serves a sequence classifier, which samples nothing. "
+                "Name another generator role, or change its options"
+            )
+        if role.model is None:
+            raise ConfigError(
+                f"{loaded.source}: roles.{name} serves a sequence classifier with its options, but has no model of its "
+                f"own, so it would serve the policy. Set roles.{name}.model.path to a reward model"
+            )
+
+
+def _classifies(loaded: LoadedConfig, name: str) -> bool:
+    choice = loaded.plugin("roles", name)
+    return isinstance(choice.record, GeneratorSpec) and classifies(choice.record, choice.options)
+
+
 def check_uses(loaded: LoadedConfig, registry: PluginRegistry, roles: Collection[str]) -> None:
     """Check that every role called by a reward can do what the reward requests: a trainer must compute the outputs and
     have the head that they need; a generator must score given tokens.
@@ -144,10 +176,20 @@ def check_uses(loaded: LoadedConfig, registry: PluginRegistry, roles: Collection
     for name in roles:
         for key, handle, used, use in _uses(loaded, name):
             record = loaded.plugin("roles", used).record
+            if _classifies(loaded, used):
+                if use.classifies:
+                    continue
+                raise ConfigError(
+                    f"{key}.uses.{handle} is {used!r}: this reward lets it sample or score tokens, but with its "
+                    f"options generator {record.name!r} serves a sequence classifier, which does neither. Name another "
+                    "role, or use the reward model"
+                )
             if isinstance(record, GeneratorSpec) and use.scores and not record.scores:
                 raise ConfigError(
                     f"{key}.uses.{handle} is {used!r}: this reward asks it for logprobs of given tokens, which "
-                    f"generator {record.name!r} does not give. Choose a generator that does (transformers, vllm)"
+                    f"generator {record.name!r} does not give"
+                    + (", or for the score of a sequence classifier, which it does not serve" if use.classifies else "")
+                    + ". Choose a generator that does (transformers, vllm)"
                     + (", or a trainer role" if "trainer" in use.kinds else "")
                 )
             if isinstance(record, TrainerSpec):

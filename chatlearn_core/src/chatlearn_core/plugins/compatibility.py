@@ -99,6 +99,11 @@ def returns_kept_ids(generator: GeneratorSpec, options: object) -> bool:
     return bool(getattr(options, "kept_ids", generator.kept_ids))
 
 
+def classifies(generator: GeneratorSpec, options: object) -> bool:
+    """Whether a generator with these options serves a sequence classifier (see ``GeneratorSpec.classifies``)."""
+    return bool(getattr(options, "classifies", generator.classifies))
+
+
 def kv_after_sync_of(generator: GeneratorSpec, options: object) -> KvAfterSync:
     """``GeneratorSpec.kv_after_sync`` of a generator with these options."""
     policy: KvAfterSync = getattr(options, "kv_after_sync", generator.kv_after_sync)

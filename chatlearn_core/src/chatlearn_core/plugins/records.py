@@ -153,6 +153,10 @@ class GeneratorSpec(BackendRecord):
     """Whether it accepts ``GenerateRequest.resume_from``."""
     scores: bool = False
     """Whether it accepts ``GenerateRequest.forced_ids``, that is, scores tokens that it did not sample."""
+    classifies: bool = False
+    """Whether it can serve a sequence classifier with one label: it then accepts ``GenerateRequest.classify`` alone,
+    and samples nothing. An attribute ``classifies`` of the options says whether it does, because it may be a
+    setting."""
     seeded: bool = False
     """Whether the same request yields the same tokens in any batch."""
     own_interpreter: bool = False
@@ -184,6 +188,8 @@ class RoleUse:
     """What a trainer must compute, by the names of ``OutputSpec``."""
     scores: bool = False
     """Whether a generator must give logprobs of given tokens (``GeneratorSpec.scores``)."""
+    classifies: bool = False
+    """Whether a generator may be one that classifies (``GeneratorSpec.classifies``), which needs nothing else."""
     token_ids: bool = False
     """Whether the role is given token ids of samples, so that it must have the run's tokenizer. An options model with
     an attribute ``token_ids`` overrides it: whether text is rendered anew may be a setting."""

@@ -73,6 +73,13 @@ class RoleHandle(Protocol):
         Called: by a reward or environment, whenever it likes; in its worker; any number of times.
         """
 
+    @property
+    def classifies(self) -> bool:
+        """Whether it is a generator that serves a sequence classifier (``classify``), and samples and scores nothing.
+
+        Called: by a reward or environment, whenever it likes; in its worker; any number of times.
+        """
+
     async def generate(
         self, token_ids: TokenIds, sampling: SamplingParams, *, request_id: str, group_id: str = ""
     ) -> Completion:
@@ -104,6 +111,13 @@ class RoleHandle(Protocol):
     ) -> Floats:
         """[C] logprobs of ``continuation_ids`` [C] after ``token_ids`` [P]; of a generator that scores
         (``RoleUse.scores``). Raises as ``generate`` does.
+
+        Called: by a reward or environment, whenever it likes; in its worker; any number of times.
+        """
+
+    async def classify(self, token_ids: TokenIds, *, request_id: str, group_id: str = "") -> float:
+        """The output of a sequence classifier for ``token_ids`` [P], without an activation; of a generator that
+        classifies (``RoleUse.classifies``). Raises as ``generate`` does.
 
         Called: by a reward or environment, whenever it likes; in its worker; any number of times.
         """

@@ -90,6 +90,8 @@ def _completion_problem(completion: Any, request: GenerateRequest, vocab_size: i
     ):
         if not isinstance(value, kind):
             return f"{name} is a {type(value).__name__}, not a {kind.__name__}"
+    if request.classify and (problem := _score_problem(completion)):
+        return problem
     forced, tokens = request.forced_ids, completion.token_ids
     if forced is not None and not isinstance(tokens, ArrayRef) and not np.array_equal(tokens, forced):
         return f"its tokens are not the {len(forced)} that it had to score"
@@ -196,6 +198,17 @@ def _infinite_data_problem(arrays: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _score_problem(completion: Completion) -> str | None:
+    score = completion.score
+    if completion.finish_reason == "abort" and score is None:
+        return None
+    if not isinstance(score, int | float) or isinstance(score, bool) or not math.isfinite(score):
+        return f"score is {score!r:.80}; the answer to a request that classifies is a finite number"
+    if len(completion.token_ids):
+        return f"it has {len(completion.token_ids)} tokens; a request that classifies samples none"
+    return None
+
+
 def _length_problem(completion: Completion, request: GenerateRequest, length: int) -> str | None:
     most, reason = request.sampling.max_tokens, completion.finish_reason
     if reason not in _FINISH_REASONS:
@@ -204,6 +217,8 @@ def _length_problem(completion: Completion, request: GenerateRequest, length: in
         return f"it has {length} tokens, more than max_tokens={most}"
     if reason == "length" and length < most:
         return f"finish_reason is 'length' after {length} tokens, and max_tokens is {most}"
+    if request.classify:
+        return None
     if reason == "stop" and not length:
         return "finish_reason is 'stop' without a token: what stops a completion is one of its tokens"
     sampling = request.sampling

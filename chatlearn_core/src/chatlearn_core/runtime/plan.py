@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from chatlearn_core.plugins.compatibility import classifies
 from chatlearn_core.plugins.records import (
     Channel,
     Dimension,
@@ -67,6 +68,8 @@ class UsedRole:
     model: ModelSource
     weights_change: bool
     """Whether the role is trained, or refreshed from a trained role."""
+    classifies: bool = False
+    """Whether it is a generator that serves a sequence classifier."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -227,7 +230,9 @@ class RunPlan:
             role = self.roles[name]
             assert role.model is not None, f"role {name} is used, and holds no model"
             changes = name in synced or role.trainable or role.refresh is not None
-            found[handle] = UsedRole(name, role.kind, role.model, changes)
+            record, options = role.backend.record, role.backend.options
+            is_classifier = isinstance(record, GeneratorSpec) and classifies(record, options)
+            found[handle] = UsedRole(name, role.kind, role.model, changes, is_classifier)
         return found
 
     def context(self, role: RolePlan, *, replica: int = 0, rank: int = 0, device: str = "cpu") -> RoleContext:

@@ -124,6 +124,10 @@ class GenerateRequest:
     forced_ids: TokenIds | None = None
     """[C] tokens to score instead of sampling: the completion has these tokens with their logprobs, and finish reason
     ``stop``. Only generators that declare ``GeneratorSpec.scores`` accept such a request."""
+    classify: bool = False
+    """Whether to score the prompt with a sequence classifier instead of sampling: the completion has
+    ``Completion.score``, no tokens, and finish reason ``stop``. Only generators that classify accept such a request
+    (``GeneratorSpec.classifies``), and they accept no other."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -155,6 +159,8 @@ class Completion:
     """[P] the prompt as the engine computed it, if it differs from the request's: after expanding media tokens."""
     prompt_token_data: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
     """name -> [P, ...] the prompt tokens' part of each name in ``token_data``."""
+    score: float | None = None
+    """The classifier's output for the prompt, without an activation; None if the request does not ask for it."""
 
 
 def continued_spans(prior: Completion | None, sampled: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:

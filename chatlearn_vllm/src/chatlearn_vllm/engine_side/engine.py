@@ -28,7 +28,8 @@ from .weight_transfer_name import BACKEND, WORKER_EXTENSION
 
 Report = tuple[int, list[int], list[float], str | None, int | None, list[list[int]] | None]
 """(request key, new token ids, their logprobs, finish reason or None, number of cached prompt tokens or None, for each
-new token the ids it was sampled from or None if the request does not ask for them).
+new token the ids it was sampled from or None if the request does not ask for them). A request that classifies has no
+tokens, and its score takes the place of a logprob.
 
 Example: ``(7, [318, 262], [-0.21, -1.4], None, None, None)``, two new tokens of an unfinished request."""
 
@@ -124,10 +125,13 @@ class Engine:
         # The finalizer would destroy the process groups that all engines of this process share.
         self._client._finalizer.detach()
         self._tasks = self._engine.get_supported_tasks()
+        self._classifies = "classify" in self._tasks
         self._is_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
 
     def _warm_up(self) -> None:
-        for key, sampling in enumerate(_WARM_UP):
+        if self._classifies:
+            self._add_classification({"key": 0, "prompt_ids": [0]})
+        for key, sampling in enumerate(() if self._classifies else _WARM_UP):
             self.add(
                 {"key": key, "prompt_ids": [0], "prior_ids": [], "max_tokens": 2, "top_p": 1.0, "top_k": 0, "stop": []}
                 | {"stop_token_ids": [], "ignore_eos": True, "seed": 0}
@@ -144,6 +148,7 @@ class Engine:
         return {
             "max_model_len": config.model_config.max_model_len,
             "vocab_size": config.model_config.get_vocab_size(),
+            "num_labels": getattr(config.model_config.hf_config, "num_labels", 1),
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "num_workers": parallel.world_size,
             "takes_adapters": config.lora_config is not None,
@@ -163,6 +168,9 @@ class Engine:
         """
         from vllm import SamplingParams
 
+        if request.get("classify"):
+            self._add_classification(request)
+            return
         if request.get("forced_ids"):
             self._add_score(request)
             return
@@ -227,6 +235,22 @@ class Engine:
         self._keys[inner.request_id] = key
         self._ids[key] = inner.request_id
 
+    def _add_classification(self, request: Mapping[str, Any]) -> None:
+        """Add a request for the score of a prompt.
+
+        Raises:
+            ValueError: vLLM refuses it.
+        """
+        from vllm import PoolingParams
+
+        key, prompt = int(request["key"]), {"type": "token", "prompt_token_ids": list(request["prompt_ids"])}
+        params = PoolingParams(task="classify", use_activation=False)
+        inner = self._engine.input_processor.process_inputs(str(key), prompt, params, supported_tasks=self._tasks)
+        self._engine.input_processor.assign_request_id(inner)
+        self._client.add_request(inner)
+        self._keys[inner.request_id] = key
+        self._ids[key] = inner.request_id
+
     def step(self) -> list[Report]:
         """Compute one step and return what it sampled.
 
@@ -264,6 +288,10 @@ class Engine:
             key = self._keys.get(output.request_id)
             if key is None:
                 continue  # the request was aborted during the step
+            if output.pooling_output is not None:
+                reports.append((key, [], [float(value) for value in output.pooling_output], "stop", None, None))
+                self._forget(key)
+                continue
             if key in self._forced:
                 reports.append(self._score(key, output))
                 self._forget(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -234,6 +234,11 @@ class EngineRequest(PendingRequest):
         if reason == "stop" and not count:
             return "the engine ended it with reason 'stop' without a token"
         return None
+
+    def classified(self, score: float) -> Completion:
+        """Return the answer to a request that classifies."""
+        nothing = self.completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "stop", "")
+        return replace(nothing, score=score)
 
     def whole(self, reason: str, text: str) -> Completion:
         """Return the completion of the resumed and the new tokens.

@@ -43,6 +43,10 @@ class GeneratorReplica(ABC, Generic[P]):
     keeps_ids: ClassVar[bool] = False
     """Likewise for ``SamplingParams.max_kept_ids`` (``GeneratorSpec.kept_ids``)."""
 
+    classifies: bool = False
+    """Whether the engine serves a sequence classifier and takes only requests to ``classify``
+    (``GeneratorSpec.classifies``)."""
+
     def __init__(self, backend: str, context: RoleContext, request_type: type[P]) -> None:
         self._context = context
         self._request_type = request_type
@@ -166,6 +170,7 @@ class GeneratorReplica(ABC, Generic[P]):
             self._vocab_size,
             scores=self.scores,
             keeps_ids=self.keeps_ids,
+            classifies=self.classifies,
         )
         prior = request.resume_from
         if prior is not None and len(prior.token_ids) == request.sampling.max_tokens:

@@ -17,8 +17,9 @@ def check_request(
     *,
     scores: bool = False,
     keeps_ids: bool = False,
+    classifies: bool = False,
 ) -> None:
-    """Refuse a request that cannot be sampled or scored.
+    """Refuse a request that cannot be sampled, scored or classified.
 
     Args:
         request: the request.
@@ -28,6 +29,7 @@ def check_request(
         vocab_size: number of token ids.
         scores: whether the generator takes requests with ``forced_ids``.
         keeps_ids: whether the generator takes requests with ``max_kept_ids``.
+        classifies: whether the generator takes requests to ``classify``, and no others.
 
     Raises:
         BackendError: names the request, the numbers and the remedy.
@@ -40,6 +42,13 @@ def check_request(
     sampling = request.sampling
     if prompt_length == 0:
         raise refuse("the prompt is empty; give at least one token")
+    if request.classify and not classifies:
+        raise refuse(
+            "it requests the score of a sequence classifier, which this generator does not serve "
+            "(GeneratorSpec.classifies)"
+        )
+    if classifies and not request.classify:
+        raise refuse("it requests tokens, but this generator serves a sequence classifier, which samples nothing")
     forced = request.forced_ids
     if forced is not None and not scores:
         raise refuse(
@@ -62,6 +71,10 @@ def check_request(
             f"prompt token {smallest if smallest < 0 else largest} is outside the model's vocabulary of {vocab_size} "
             "tokens; use the tokenizer that belongs to the model"
         )
+    if request.classify:
+        if prompt_length > model_length:
+            raise refuse(f"it has {prompt_length} tokens, but the model takes {model_length}")
+        return
     if prompt_length >= model_length:
         raise refuse(
             f"the prompt has {prompt_length} tokens, but the model takes {model_length} including the completion; "

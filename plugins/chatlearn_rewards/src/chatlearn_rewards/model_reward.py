@@ -29,7 +29,8 @@ class _Shown:
 
 
 class ModelReward(RewardRole):
-    """The score of a trainer role with head ``reward``, or a score from a generator role's logprobs.
+    """The score of a trainer role with head ``reward`` or of a sequence classifier that a generator role serves, or a
+    score from a generator role's logprobs.
 
     A group is scored as soon as it is complete, while other groups are still sampled. Each group is one call, so the
     content of a forward pass, and with it the last bits of a score, does not depend on timing.
@@ -56,6 +57,11 @@ class ModelReward(RewardRole):
             raise ConfigError(
                 f"reward 'model' of role {self._role!r}: question is for a generator role, and role "
                 f"{self._model.role!r} is a trainer, whose head gives the score. Remove question"
+            )
+        if self._options.question is not None and self._model.classifies:
+            raise ConfigError(
+                f"reward 'model' of role {self._role!r}: question asks a language model, and generator role "
+                f"{self._model.role!r} serves a sequence classifier, whose score is the reward. Remove question"
             )
         if not self._options.token_ids:
             _ = self._model.renderer
@@ -103,8 +109,11 @@ class ModelReward(RewardRole):
         return [float(score) for score in outputs["scores"].tolist()]
 
     async def _by_generator(self, shown: _Shown) -> float:
-        """Return the expected label, or the mean logprob of the sampled tokens."""
+        """Return the classifier's score, the expected label, or the mean logprob of the sampled tokens."""
         sample = shown.sample
+        if self._model.classifies:
+            whole = np.concatenate([np.asarray(shown.prompt_ids), np.asarray(shown.completion_ids)])
+            return await self._model.classify(whole, request_id=sample.id, group_id=sample.group_id)
         if self._options.question is None:
             logprobs = await self._model.score(
                 shown.prompt_ids, shown.completion_ids, request_id=sample.id, group_id=sample.group_id

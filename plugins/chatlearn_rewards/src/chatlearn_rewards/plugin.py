@@ -115,7 +115,7 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
         ),
         RewardSpec(
             name="model",
-            summary="A reward model: a trainer role with head reward, or logprobs of a generator role.",
+            summary="A reward model: a trainer role with head reward, or a classifier or logprobs of a generator role.",
             factory="chatlearn_rewards.model_reward:ModelReward",
             options="chatlearn_rewards.model_options:ModelOptions",
             unit="group",
@@ -124,6 +124,7 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
                     kinds=frozenset({"generator", "trainer"}),
                     outputs=frozenset({"scores"}),
                     scores=True,
+                    classifies=True,
                     token_ids=True,
                 )
             },

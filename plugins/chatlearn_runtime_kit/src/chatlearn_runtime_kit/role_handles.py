@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from chatlearn_core.exceptions import BackendTimeoutError, ContractError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ContractError
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import RoleHandle, Runtime
 from chatlearn_core.protocols.model_family import ModelFamily
@@ -84,6 +84,10 @@ class Handle:
     def weights_change(self) -> bool:
         return self._used.weights_change
 
+    @property
+    def classifies(self) -> bool:
+        return self._used.classifies
+
     @cached_property
     def _family(self) -> ModelFamily:
         return model_family(self._registry, self._used.model)
@@ -126,6 +130,16 @@ class Handle:
         request = GenerateRequest(self._id(request_id), np.asarray(token_ids), sampling, group_id, forced_ids=forced)
         completion: Completion = await self._ask(request)
         return np.asarray(completion.logprobs)
+
+    async def classify(self, token_ids: TokenIds, *, request_id: str, group_id: str = "") -> float:
+        """See ``RoleHandle``."""
+        self._require("generator", "classify")
+        sampling = SamplingParams(max_tokens=1)
+        request = GenerateRequest(self._id(request_id), np.asarray(token_ids), sampling, group_id, classify=True)
+        completion: Completion = await self._ask(request)
+        if completion.score is None:
+            raise BackendError(f"role {self.role!r} was interrupted before it classified request {request.id!r}")
+        return completion.score
 
     async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
         """See ``RoleHandle``."""

@@ -37,6 +37,7 @@ class CompletionFacts:
     places: Mapping[str, Place]
     """Places of ``token_ids``, ``logprobs``, ``text``, optionally ``raw_logprobs`` and ``prompt_ids``, and of token
     data as ``token_data/name`` and ``prompt_token_data/name``."""
+    score: float | None = None
 
 
 class CompletionPacker:
@@ -68,6 +69,7 @@ class CompletionPacker:
             completion.version_spans,
             completion.num_cached_tokens,
             places,
+            completion.score,
         )
 
     def _put(self, name: str, array: Array) -> Place:
@@ -105,6 +107,7 @@ def completion_of(facts: CompletionFacts, block: Block, sampling: SamplingParams
         token_data=_data(arrays, DATA),
         prompt_ids=arrays.get("prompt_ids"),
         prompt_token_data=_data(arrays, PROMPT_DATA),
+        score=facts.score,
     )
 
 

@@ -61,6 +61,7 @@ class ScriptedHandle:
         logprobs: for a generator that scores: ``(prompt text, continuation text) -> [C]``.
         scores: for a trainer: ``(token ids of a sequence) -> number``.
         weights_change: whether the role's weights change during the run.
+        classify: for a generator that serves a sequence classifier: ``(token ids) -> number``.
     """
 
     role = "scripted"
@@ -76,13 +77,15 @@ class ScriptedHandle:
         logprobs: Callable[[str, str], Sequence[float]] | None = None,
         scores: Callable[[list[int]], float] | None = None,
         weights_change: bool = False,
+        classify: Callable[[list[int]], float] | None = None,
     ) -> None:
         self.kind = "generator" if scores is None else "trainer"
         self.weights_change = weights_change
         self.asked: list[tuple[str, SamplingParams]] = []
         self.batches: list[tuple[str, ...]] = []
         """Sample ids of every computed batch."""
-        self._answer, self._logprobs, self._scores = answer, logprobs, scores
+        self.classifies = classify is not None
+        self._answer, self._logprobs, self._scores, self._classify = answer, logprobs, scores, classify
 
     async def generate(
         self, token_ids: TokenIds, sampling: SamplingParams, *, request_id: str, group_id: str = ""
@@ -106,6 +109,10 @@ class ScriptedHandle:
     ) -> Floats:
         assert self._logprobs is not None, "the test must pass logprobs"
         return np.asarray(self._logprobs(text_of(token_ids), text_of(continuation_ids)), np.float32)
+
+    async def classify(self, token_ids: TokenIds, *, request_id: str, group_id: str = "") -> float:
+        assert self._classify is not None, "the test must pass classify"
+        return self._classify([int(token) for token in token_ids])
 
     async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
         assert self._scores is not None, "the test must pass scores"
