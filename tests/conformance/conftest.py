@@ -16,6 +16,7 @@ NAMES = (
     "environment_mutants",
     "generator_mutants",
     "logger_mutants",
+    "model_family_mutants",
     "reward_mutants",
     "sampler_mutants",
     "trainer_mutants",

@@ -34,6 +34,7 @@ _TESTS: Mapping[str, str] = {
         test_outputs_do_not_depend_on_micro_batches test_outputs_do_not_depend_on_packing
         test_update_does_not_depend_on_micro_batches
         test_cases_end_as_expected
+        test_facts_are_those_of_the_cases
     """,
     SEEDS: """
         test_draws_of_a_mixed_batch_follow_each_requests_distribution test_successive_tokens_are_drawn_independently
@@ -43,6 +44,7 @@ _TESTS: Mapping[str, str] = {
         test_sampling_leaves_the_process_as_it_was test_the_work_of_a_trainer_leaves_the_process_as_it_was
         test_samples_from_the_stated_distribution
         test_a_rollout_repeats
+        test_another_process_reads_the_same
     """,
     STOPPING: """
         test_stop_strings_may_span_tokens test_the_end_of_sequence_ends_a_completion test_stop_tokens_end_a_completion
@@ -74,6 +76,7 @@ _TESTS: Mapping[str, str] = {
         test_bytes_are_counted
         test_streamed_tensors_outlive_the_step_of_the_stream test_the_row_is_read_only test_a_sample_is_read_only
         test_samples_are_read_only test_metrics_and_configuration_are_read_only test_losses_are_values
+        test_conversations_are_read_only
         test_advantages_change_nothing test_the_state_is_a_copy test_a_batch_is_read_only
     """,
     PROCESS: """
@@ -93,6 +96,9 @@ _TESTS: Mapping[str, str] = {
         test_expects_the_names_of_the_model_directory test_record_is_the_one_that_is_registered
         test_a_replica_that_missed_a_sync_takes_it_later
         test_is_an_environment test_only_declared_handles_are_asked
+        test_is_a_model_family test_every_declared_type_has_a_case test_no_option_is_required
+        test_a_tokenizer_has_its_methods test_nothing_heavy_is_imported_before_a_run
+        test_a_renderer_has_the_policy_it_was_made_with
     """,
     CHECKPOINTS: """
         test_several_updates_are_resumed test_a_used_directory_holds_the_last_checkpoint
@@ -116,6 +122,8 @@ _TESTS: Mapping[str, str] = {
         test_damaged_weights_are_loaded_as_they_are test_boxes_that_do_not_cover_a_tensor_once_are_refused
         test_one_dataset_is_enough test_closing_twice_is_fine test_a_reference_computes_without_learning
         test_a_lost_generator_is_not_hidden test_odd_turns_do_no_harm
+        test_a_broken_configuration_is_refused test_a_missing_directory_is_refused test_a_missing_tokenizer_is_refused
+        test_a_tokenizer_of_another_model_is_refused test_an_empty_prompt_is_an_error_with_a_reason
     """,
     CONCURRENT: """
         test_calls_may_overlap test_a_cancelled_call_leaves_it_usable test_equal_ids_get_their_own_completions
@@ -132,6 +140,13 @@ _TESTS: Mapping[str, str] = {
         test_outputs_are_zero_outside_the_loss_mask test_an_empty_batch_is_legal test_streaming_tells_a_prefix
         test_a_rollout_is_the_one_that_was_ordered test_tokens_are_those_that_were_sampled
         test_the_loss_mask_covers_sampled_tokens
+        test_the_type_is_that_of_the_configuration test_the_configuration_can_be_stored
+        test_facts_do_not_depend_on_what_was_read_before test_a_changed_directory_is_read_again
+        test_every_token_is_in_the_vocabulary test_text_comes_back test_a_prompt_becomes_tokens_of_the_model
+        test_prompts_are_independent test_verbatim_text_stays_as_it_is test_a_demonstration_continues_its_prompt
+        test_a_demonstration_ends_as_a_completion_does test_control_tokens_are_what_the_policy_says
+        test_the_system_prompt_comes_before_conversations test_a_text_that_is_too_long_is_refused_or_rendered
+        test_a_conversation_needs_a_template
     """,
     TRANSPORT: """
         test_special_values_arrive_bit_for_bit test_every_tensor_arrives_bit_for_bit test_several_ranks_and_replicas

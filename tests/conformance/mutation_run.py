@@ -41,6 +41,7 @@ import engine_mutants  # noqa: E402
 import environment_mutants  # noqa: E402
 import generator_mutants  # noqa: E402
 import logger_mutants  # noqa: E402
+import model_family_mutants  # noqa: E402
 import reward_mutants  # noqa: E402
 import sampler_mutants  # noqa: E402
 import trainer_mutants  # noqa: E402
@@ -85,6 +86,7 @@ TEMPLATE_MUTANTS = (
     *environment_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
+    *model_family_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
     *sampler_mutants.MUTANTS,
     *trainer_mutants.MUTANTS,

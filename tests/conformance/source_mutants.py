@@ -23,6 +23,7 @@ HOOKS: Mapping[str, str] = {
     "environment": "chatlearn_environments",
     "generator": "chatlearn_generators",
     "logger": "chatlearn_loggers",
+    "model_family": "chatlearn_model_families",
     "reward": "chatlearn_rewards",
     "sampler": "chatlearn_samplers",
     "trainer": "chatlearn_trainers",
@@ -49,7 +50,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from chatlearn_core.types import WeightShard
+from chatlearn_core.exceptions import CheckpointError, DataError
+from chatlearn_core.types import RewardResult, WeightShard
 
 KEPT = []
 """

@@ -9,6 +9,7 @@ import algorithm_mutants
 import dataset_mutants
 import environment_mutants
 import logger_mutants
+import model_family_mutants
 import pytest
 import sampler_mutants
 from conformance_mutants import MUTANTS, Mutant
@@ -96,6 +97,7 @@ def test_every_suite_has_mutants() -> None:
         *dataset_mutants.MUTANTS,
         *environment_mutants.MUTANTS,
         *logger_mutants.MUTANTS,
+        *model_family_mutants.MUTANTS,
         *sampler_mutants.MUTANTS,
     )
     kinds = {mutant.kind for mutant in (*MUTANTS, *of_templates)}

@@ -16,6 +16,7 @@ import dataset_mutants
 import environment_mutants
 import generator_mutants
 import logger_mutants
+import model_family_mutants
 import numpy as np
 import pytest
 import reward_mutants
@@ -36,6 +37,7 @@ MUTANTS = (
     *environment_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
+    *model_family_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
     *sampler_mutants.MUTANTS,
     *trainer_mutants.MUTANTS,
@@ -46,6 +48,7 @@ KINDS: tuple[Kind, ...] = (
     "environment",
     "generator",
     "logger",
+    "model_family",
     "reward",
     "sampler",
     "trainer",

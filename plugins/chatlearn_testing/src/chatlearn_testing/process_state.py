@@ -62,9 +62,16 @@ ENGINES_CHANGE = frozenset(
 )
 """What third-party engines (``requires`` of a record) change as they are imported or start."""
 _OTHERS_VARIABLES = frozenset(
-    {"CHATLEARN_PLUGINS_TRIED", "CHATLEARN_TEST_MARK", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+    {
+        "CHATLEARN_PLUGINS_TRIED",
+        "CHATLEARN_TEST_MARK",
+        "LD_LIBRARY_PATH",
+        "PYTEST_CURRENT_TEST",
+        "TORCHINDUCTOR_CACHE_DIR",
+    }
 )
-"""Set by the discovery of plugins, by a test around this one, by pytest, and by torch as it loads its compiler."""
+"""Set by the discovery of plugins, by a test around this one, by OpenCV as it is imported (tokenizers of Mistral import
+it), by pytest, and by torch as it loads its compiler."""
 _SHARED_MODULES: tuple[ModuleType, ...] = (
     asyncio,
     builtins,

@@ -36,6 +36,7 @@ class TemplateKind(StrEnum):
     logger = "logger"
     sampler = "sampler"
     environment = "environment"
+    model_family = "model_family"
 
 
 TEMPLATE_KINDS = tuple(kind.value for kind in TemplateKind)

@@ -6,6 +6,8 @@ from chatlearn_testing.suites.dataset import DatasetConformance, RowCase
 from chatlearn_testing.suites.environment import EnvironmentCase, EnvironmentConformance
 from chatlearn_testing.suites.generator import GeneratorConformance
 from chatlearn_testing.suites.logger import LoggerConformance
+from chatlearn_testing.suites.model_family import ModelFamilyConformance
+from chatlearn_testing.suites.model_family_models import ModelCase
 from chatlearn_testing.suites.reward import RewardCase, RewardConformance
 from chatlearn_testing.suites.runtime import RuntimeConformance
 from chatlearn_testing.suites.sampler import SamplerConformance
@@ -20,6 +22,8 @@ __all__ = [
     "EnvironmentConformance",
     "GeneratorConformance",
     "LoggerConformance",
+    "ModelCase",
+    "ModelFamilyConformance",
     "RewardCase",
     "RewardConformance",
     "RowCase",
