@@ -11,6 +11,7 @@ NAMES = (
     "algorithm_mutants",
     "conformance_mutants",
     "dataset_mutants",
+    "decision_mutants",
     "mutant_groups",
     "engine_mutants",
     "environment_mutants",

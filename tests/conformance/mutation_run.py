@@ -37,6 +37,7 @@ sys.path[:0] = [str(HERE), str(ROOT / "benchmarks")]
 
 import algorithm_mutants  # noqa: E402
 import dataset_mutants  # noqa: E402
+import decision_mutants  # noqa: E402
 import engine_mutants  # noqa: E402
 import environment_mutants  # noqa: E402
 import generator_mutants  # noqa: E402
@@ -83,6 +84,7 @@ TEMPLATE_MUTANTS = (
         for m in algorithm_mutants.MUTANTS
     ),
     *dataset_mutants.MUTANTS,
+    *decision_mutants.MUTANTS,
     *environment_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
     *logger_mutants.MUTANTS,

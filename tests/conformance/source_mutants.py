@@ -25,7 +25,10 @@ HOOKS: Mapping[str, str] = {
     "logger": "chatlearn_loggers",
     "model_family": "chatlearn_model_families",
     "reward": "chatlearn_rewards",
+    "sample_filter": "chatlearn_sample_filters",
     "sampler": "chatlearn_samplers",
+    "schedule": "chatlearn_schedules",
+    "step_policy": "chatlearn_step_policies",
     "trainer": "chatlearn_trainers",
     "weight_sync": "chatlearn_weight_syncs",
 }

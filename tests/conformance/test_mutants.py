@@ -7,6 +7,7 @@ from typing import Any
 
 import algorithm_mutants
 import dataset_mutants
+import decision_mutants
 import environment_mutants
 import logger_mutants
 import model_family_mutants
@@ -95,6 +96,7 @@ def test_the_original_passes(
 def test_every_suite_has_mutants() -> None:
     of_templates = (
         *dataset_mutants.MUTANTS,
+        *decision_mutants.MUTANTS,
         *environment_mutants.MUTANTS,
         *logger_mutants.MUTANTS,
         *model_family_mutants.MUTANTS,

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import dataset_mutants
+import decision_mutants
 import environment_mutants
 import generator_mutants
 import logger_mutants
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.slow
 
 MUTANTS = (
     *dataset_mutants.MUTANTS,
+    *decision_mutants.MUTANTS,
     *environment_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
@@ -50,7 +52,10 @@ KINDS: tuple[Kind, ...] = (
     "logger",
     "model_family",
     "reward",
+    "sample_filter",
     "sampler",
+    "schedule",
+    "step_policy",
     "trainer",
     "weight_sync",
 )

@@ -32,7 +32,10 @@ from chatlearn_testing.suites import (
     ModelFamilyConformance,
     RewardConformance,
     RuntimeConformance,
+    SampleFilterConformance,
     SamplerConformance,
+    ScheduleConformance,
+    StepPolicyConformance,
     TrainerConformance,
     WeightSyncConformance,
 )
@@ -54,6 +57,9 @@ SUITES: Mapping[str, type[ConformanceSuite]] = {
         SamplerConformance,
         EnvironmentConformance,
         ModelFamilyConformance,
+        ScheduleConformance,
+        StepPolicyConformance,
+        SampleFilterConformance,
     )
 }
 TEST_FILE = """\

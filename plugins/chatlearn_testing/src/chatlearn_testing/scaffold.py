@@ -37,6 +37,9 @@ class TemplateKind(StrEnum):
     sampler = "sampler"
     environment = "environment"
     model_family = "model_family"
+    schedule = "schedule"
+    step_policy = "step_policy"
+    sample_filter = "sample_filter"
 
 
 TEMPLATE_KINDS = tuple(kind.value for kind in TemplateKind)

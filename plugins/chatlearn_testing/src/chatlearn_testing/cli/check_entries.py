@@ -42,6 +42,9 @@ SUITE_NAMES: Mapping[Kind, str] = {
     "sampler": "SamplerConformance",
     "environment": "EnvironmentConformance",
     "model_family": "ModelFamilyConformance",
+    "schedule": "ScheduleConformance",
+    "step_policy": "StepPolicyConformance",
+    "sample_filter": "SampleFilterConformance",
 }
 """Classes of ``chatlearn_testing.suites``, whose import takes seconds."""
 

@@ -10,7 +10,10 @@ from chatlearn_testing.suites.model_family import ModelFamilyConformance
 from chatlearn_testing.suites.model_family_models import ModelCase
 from chatlearn_testing.suites.reward import RewardCase, RewardConformance
 from chatlearn_testing.suites.runtime import RuntimeConformance
+from chatlearn_testing.suites.sample_filter import FilterCase, SampleFilterConformance
 from chatlearn_testing.suites.sampler import SamplerConformance
+from chatlearn_testing.suites.schedule import ScheduleConformance
+from chatlearn_testing.suites.step_policy import StepCase, StepPolicyConformance
 from chatlearn_testing.suites.trainer import TrainerConformance
 from chatlearn_testing.suites.weight_sync import WeightSyncConformance
 
@@ -20,6 +23,7 @@ __all__ = [
     "DatasetConformance",
     "EnvironmentCase",
     "EnvironmentConformance",
+    "FilterCase",
     "GeneratorConformance",
     "LoggerConformance",
     "ModelCase",
@@ -28,7 +32,11 @@ __all__ = [
     "RewardConformance",
     "RowCase",
     "RuntimeConformance",
+    "SampleFilterConformance",
     "SamplerConformance",
+    "ScheduleConformance",
+    "StepCase",
+    "StepPolicyConformance",
     "TrainerConformance",
     "WeightSyncConformance",
 ]

@@ -80,7 +80,7 @@ class AcmeTokenizer:
             raise ValueError("acme models take no tools")
         roles = {message["role"] for message in conversation}
         if strange := roles - {text.strip("<|>") for text in CONTROL[1:]}:
-            raise ValueError(f"acme models know no role {sorted(strange)[0]!r}")
+            raise ValueError(f"acme models know no role {min(strange)!r}")
         turns = "".join(f"<|{message['role']}|>{message['content']}{END}" for message in conversation)
         return turns + ("<|assistant|>" if add_generation_prompt else "")
 
