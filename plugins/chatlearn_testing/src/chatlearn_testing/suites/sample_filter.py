@@ -32,8 +32,9 @@ from chatlearn_testing.json_state import stored
 from chatlearn_testing.suites.decisions import Ask, StatefulDecisionSuite
 
 PROMPT_IDS = (7, 8, 9)
-NUM_STEPS = 5
-GROUP_SIZE = 4
+GROUP_SIZE = 8
+LONGEST = (4, 9, 60, 11, 25, 120)
+"""Tokens of the longest completion in each step: what a filter remembers of short ones decides about long ones."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -116,7 +117,7 @@ class SampleFilterConformance(StatefulDecisionSuite):
     ask: ClassVar[Ask] = staticmethod(verdicts_on)
 
     def questions(self) -> Sequence[Sequence[Sample]]:
-        return [self._step(number) for number in range(NUM_STEPS)]
+        return [self._step(number) for number in range(len(LONGEST))]
 
     def test_cases_hold_a_reaction(self) -> None:
         """The cases can tell a filter that does nothing from one that works."""
@@ -167,7 +168,9 @@ class SampleFilterConformance(StatefulDecisionSuite):
                 named = [name for name in (sample.id, sample.group_id, sample.prompt.id) if name in reason]
                 assert not named, f"the reason {reason!r} holds the id {named[0]!r}"
                 reasons.add(reason)
-        assert len(reasons) <= 10, f"there are {len(reasons)} reasons in {NUM_STEPS} steps: {sorted(reasons)[:4]}, ..."
+        assert len(reasons) <= 10, (
+            f"there are {len(reasons)} reasons in {len(LONGEST)} steps: {sorted(reasons)[:4]}, ..."
+        )
 
     def test_rewards_are_valid(self) -> None:
         """A new reward is a ``RewardResult`` with finite numbers, and with one value for each token of the completion
@@ -193,14 +196,16 @@ class SampleFilterConformance(StatefulDecisionSuite):
         """
         if self.reads_order:
             not_applicable("reads_order is True: the filter depends on the order of samples")
-        one, other = self._made(), self._made()
-        for samples in self.questions():
-            excluded, rewards = verdicts_on(one, samples)
-            found, changed = verdicts_on(other, samples[::-1])
-            assert found == excluded, f"in another order, {found} is excluded instead of {excluded}"
-            assert changed.keys() == rewards.keys(), "in another order, other samples get a reward"
-            for name, reward in rewards.items():
-                assert changed[name][0] == pytest.approx(reward[0], rel=1e-9), f"{name!r} gets another reward"
+        for turned in (None, *range(1, len(self._step(0)), 2)):
+            one, other = self._made(), self._made()
+            for samples in self.questions():
+                order = samples[::-1] if turned is None else [*samples[turned:], *samples[:turned]]
+                excluded, rewards = verdicts_on(one, samples)
+                found, changed = verdicts_on(other, order)
+                assert found == excluded, f"in another order, {found} is excluded instead of {excluded}"
+                assert changed.keys() == rewards.keys(), "in another order, other samples get a reward"
+                for name, reward in rewards.items():
+                    assert changed[name][0] == pytest.approx(reward[0], rel=1e-9), f"{name!r} gets another reward"
 
     def test_no_samples_no_verdicts(self) -> None:
         """A step whose samples are all excluded already, or by this filter, asks about none: nothing is named, the
@@ -270,8 +275,9 @@ class SampleFilterConformance(StatefulDecisionSuite):
         for group in range(2):
             name = f"step-{number}/own-{group}@{number}"
             for index in range(GROUP_SIZE):
+                share = ((5 * index + 3 * group + number) % (2 * GROUP_SIZE) + 1) / (2 * GROUP_SIZE)
                 case = FilterCase(
-                    "4" * (1 + (3 * index + number + group) % 7),
+                    "4" * max(1, round(LONGEST[number] * share)),
                     float((index + number) % 2) if group else 0.25 * index - 0.5 * number,
                     finish_reason="length" if (index + number) % 4 == 3 else "stop",
                 )
