@@ -83,7 +83,8 @@ class RenderingContract(ModelFamilySuite):
                 assert isinstance(rendered, RenderedPrompt), f"prompt returned {rendered!r:.80}, not a RenderedPrompt"
                 ids = rendered.token_ids
                 assert isinstance(ids, np.ndarray), f"token_ids is a {type(ids).__name__}, not an array"
-                assert (ids.dtype, ids.ndim) == (np.int64, 1), f"token_ids is {ids.dtype} of {ids.ndim} dimensions"
+                assert ids.dtype == np.int64, f"token_ids is {ids.dtype}, not int64"
+                assert ids.ndim == 1, f"token_ids has {ids.ndim} dimensions, not 1"
                 rows = self._family().facts(model.source).vocab_size
                 assert len(ids), "a prompt has no tokens"
                 assert 0 <= ids.min() <= ids.max() < rows, f"{ids.tolist()} are not all below {rows}"
@@ -182,7 +183,8 @@ class RenderingContract(ModelFamilySuite):
                     shown.prompt.token_ids, expected, "the prompt is not the one sampled from"
                 )
                 ids, mask = shown.completion_ids, shown.loss_mask
-                assert (ids.dtype, mask.dtype) == (np.int64, np.bool_), f"{ids.dtype} ids and a {mask.dtype} mask"
+                assert ids.dtype == np.int64, f"completion_ids is {ids.dtype}, not int64"
+                assert mask.dtype == np.bool_, f"loss_mask is {mask.dtype}, not bool"
                 assert ids.shape == mask.shape == (len(ids),), f"ids {ids.shape} and loss mask {mask.shape}"
                 assert mask.any(), "no token is imitated"
                 assert 0 <= ids.min() <= ids.max() < rows, f"{ids.tolist()} are not all below {rows}"
