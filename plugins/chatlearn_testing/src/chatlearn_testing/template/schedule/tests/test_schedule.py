@@ -16,6 +16,7 @@ class TestConformance(ScheduleConformance):
 
 
 def test_it_is_slow_at_both_ends() -> None:
-    schedule = AcmeSchedule(AcmeOptions(start=0.0, end=1.0, last_step=11))
+    options = AcmeOptions(start=0.0, end=1.0, last_step=11)
+    schedule = AcmeSchedule(options)
     rises = [schedule.value(step + 1) - schedule.value(step) for step in range(1, 11)]
     assert max(rises[0], rises[-1]) < min(rises[1:-1])

@@ -15,6 +15,7 @@ class TestConformance(StepPolicyConformance):
 
 
 def test_another_metric_can_be_counted() -> None:
-    policy = AcmeStepPolicy(AcmeOptions(tokens=3, metric="samples/trained"))
+    options = AcmeOptions(tokens=3, metric="samples/trained")
+    policy = AcmeStepPolicy(options)
     decisions = [policy.after_step(step, {"samples/trained": 2.0, "perf/trained_tokens": 90.0}) for step in (1, 2)]
     assert [decision.stop for decision in decisions if decision is not None] == [None, "4 of 3 tokens are used"]

@@ -27,5 +27,7 @@ def build_model(directory: Path) -> Path:
 
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "model_family/acme": {"cases": (ModelCase("acme", build_model, VOCAB_SIZE, MAX_LENGTH),)},
+    "model_family/acme": {
+        "cases": (ModelCase("acme", build_model, VOCAB_SIZE, MAX_LENGTH),),
+    },
 }

@@ -42,5 +42,6 @@ class AcmeFilter(SampleFilter):
         try:
             tokens, samples = int(state["tokens"]), int(state["samples"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"The state of 'acme' is damaged: {type(error).__name__}: {error}.") from error
+            problem = f"is damaged: {type(error).__name__}: {error}"
+            raise CheckpointError(f"The state of 'acme' {problem}.") from error
         self._tokens, self._samples = tokens, samples

@@ -42,5 +42,6 @@ class AcmeStepPolicy:
         try:
             used = float(state["used"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"The state of 'acme' is damaged: {type(error).__name__}: {error}.") from error
+            problem = f"is damaged: {type(error).__name__}: {error}"
+            raise CheckpointError(f"The state of 'acme' {problem}.") from error
         self._used = used
