@@ -216,6 +216,24 @@ def test_python_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
             forget(package)
 
 
+DOCUMENTED_SUITES = ("TestTransformersFamily", "TestLinear", "TestEarlyStop", "TestTruncated")
+"""Classes in ``docs/testing-plugins.md`` whose backends are installed."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DOCUMENTED_SUITES)
+def test_documented_suites_pass(name: str) -> None:
+    from chatlearn_testing.check import run_suites
+
+    document = ROOT / "docs/testing-plugins.md"
+    namespace: dict[str, Any] = {"__name__": "documented"}
+    for block in blocks(document):
+        if block.language == "python" and block.not_run is None:
+            exec(compile(block.text, name_of(document), "exec"), namespace)
+    results = run_suites({name: namespace[name]})
+    assert results.conforms, "\n".join(f"{verdict.test}: {verdict.reason}" for verdict in results.of("failed"))
+
+
 def write_modules(document: Path, source: Path) -> set[str]:
     """Write the blocks that are modules; returns their packages."""
     packages = set()

@@ -34,6 +34,10 @@ _TESTS: Mapping[str, str] = {
         test_outputs_do_not_depend_on_micro_batches test_outputs_do_not_depend_on_packing
         test_update_does_not_depend_on_micro_batches
         test_cases_end_as_expected test_answers_are_those_of_the_cases test_every_process_learns_its_part
+        test_cases_end_as_expected
+        test_facts_are_those_of_the_cases test_values_are_those_expected test_values_stay_within_the_bounds
+        test_decisions_are_those_of_the_cases test_samples_of_the_cases_are_treated_as_expected
+        test_the_order_of_samples_does_not_matter
     """,
     SEEDS: """
         test_draws_of_a_mixed_batch_follow_each_requests_distribution test_successive_tokens_are_drawn_independently
@@ -43,6 +47,8 @@ _TESTS: Mapping[str, str] = {
         test_sampling_leaves_the_process_as_it_was test_the_work_of_a_trainer_leaves_the_process_as_it_was
         test_samples_from_the_stated_distribution
         test_a_rollout_repeats
+        test_another_process_reads_the_same test_another_process_decides_the_same
+        test_the_same_questions_get_the_same_answers
     """,
     STOPPING: """
         test_stop_strings_may_span_tokens test_the_end_of_sequence_ends_a_completion test_stop_tokens_end_a_completion
@@ -76,6 +82,8 @@ _TESTS: Mapping[str, str] = {
         test_samples_are_read_only test_metrics_and_configuration_are_read_only test_losses_are_values
         test_advantages_change_nothing test_the_state_is_a_copy test_a_batch_is_read_only test_arguments_are_read_only
         test_the_environment_is_read_only
+        test_conversations_are_read_only test_a_question_is_read_only
+        test_advantages_change_nothing test_the_state_is_a_copy test_a_batch_is_read_only
     """,
     PROCESS: """
         test_the_process_stays_as_it_was test_closing_leaves_nothing test_closing_leaves_no_process
@@ -83,6 +91,7 @@ _TESTS: Mapping[str, str] = {
         test_the_process_and_the_data_stay_as_they_were test_samplers_share_nothing
         test_closing_a_trainer_leaves_nothing
         test_the_process_and_the_prompt_stay_as_they_were test_it_reads_the_given_variables_alone
+        test_the_process_and_the_prompt_stay_as_they_were test_objects_share_nothing
     """,
     PROMISES: """
         test_tokens_are_scored_or_refused test_reach_is_what_the_record_says test_another_process_is_reached
@@ -95,6 +104,11 @@ _TESTS: Mapping[str, str] = {
         test_a_replica_that_missed_a_sync_takes_it_later
         test_is_an_environment test_only_declared_handles_are_asked test_is_a_source_of_tools
         test_it_is_recognised_as_declared test_cases_can_tell_right_from_wrong
+        test_is_an_environment test_only_declared_handles_are_asked
+        test_is_a_model_family test_every_declared_type_has_a_case test_no_option_is_required
+        test_a_tokenizer_has_its_methods test_nothing_heavy_is_imported_before_a_run
+        test_a_renderer_has_the_policy_it_was_made_with
+        test_has_the_methods_of_its_protocol test_reads_only_what_it_declares test_options_are_described_and_strict
     """,
     CHECKPOINTS: """
         test_several_updates_are_resumed test_a_used_directory_holds_the_last_checkpoint
@@ -104,6 +118,7 @@ _TESTS: Mapping[str, str] = {
         test_what_is_told_of_saved_files_is_true test_a_model_is_loaded_in_place
         test_models_are_averaged_as_they_are_loaded test_boxes_cover_every_tensor_once
         test_weights_of_another_trainer_are_taken test_manifest_has_the_names_of_the_model_directory
+        test_a_restored_one_continues
     """,
     ERRORS: """
         test_errors_name_the_request test_errors_name_the_sample test_weights_that_were_not_announced_are_refused
@@ -121,6 +136,11 @@ _TESTS: Mapping[str, str] = {
         test_odd_arguments_do_no_harm test_closing_before_open_is_fine test_wrong_options_are_an_error_of_open
         test_other_environments_are_none_of_its_own test_a_missing_variable_is_named test_what_is_no_number_is_named
         test_ranks_out_of_range_are_refused
+        test_a_lost_generator_is_not_hidden test_odd_turns_do_no_harm
+        test_a_broken_configuration_is_refused test_a_missing_directory_is_refused test_a_missing_tokenizer_is_refused
+        test_a_tokenizer_of_another_model_is_refused test_an_empty_prompt_is_an_error_with_a_reason
+        test_bad_options_are_refused test_missing_metrics_are_taken_or_refused test_odd_metrics_do_no_harm
+        test_it_still_reacts_after_an_odd_step test_odd_samples_do_no_harm test_no_samples_no_verdicts
     """,
     CONCURRENT: """
         test_calls_may_overlap test_a_cancelled_call_leaves_it_usable test_equal_ids_get_their_own_completions
@@ -139,6 +159,17 @@ _TESTS: Mapping[str, str] = {
         test_a_rollout_is_the_one_that_was_ordered test_tokens_are_those_that_were_sampled
         test_the_loss_mask_covers_sampled_tokens test_names_and_schemas_fit_chat_templates
         test_options_leave_the_key_kind_free test_the_same_call_answers_the_same test_a_cluster_has_one_head
+        test_the_loss_mask_covers_sampled_tokens
+        test_the_type_is_that_of_the_configuration test_the_configuration_can_be_stored
+        test_facts_do_not_depend_on_what_was_read_before test_a_changed_directory_is_read_again
+        test_every_token_is_in_the_vocabulary test_text_comes_back test_a_prompt_becomes_tokens_of_the_model
+        test_prompts_are_independent test_verbatim_text_stays_as_it_is test_a_demonstration_continues_its_prompt
+        test_a_demonstration_ends_as_a_completion_does test_control_tokens_are_what_the_policy_says
+        test_the_system_prompt_comes_before_conversations test_a_text_that_is_too_long_is_refused_or_rendered
+        test_a_conversation_needs_a_template
+        test_values_are_finite_numbers test_a_value_depends_on_the_step_alone test_decisions_are_valid
+        test_metrics_may_be_of_any_mapping test_verdicts_are_on_samples_that_it_was_given test_reasons_can_be_counted
+        test_rewards_are_valid test_any_sequence_of_samples_is_taken
     """,
     TRANSPORT: """
         test_special_values_arrive_bit_for_bit test_every_tensor_arrives_bit_for_bit test_several_ranks_and_replicas

@@ -37,11 +37,13 @@ sys.path[:0] = [str(HERE), str(ROOT / "benchmarks")]
 
 import algorithm_mutants  # noqa: E402
 import dataset_mutants  # noqa: E402
+import decision_mutants  # noqa: E402
 import engine_mutants  # noqa: E402
 import environment_mutants  # noqa: E402
 import generator_mutants  # noqa: E402
 import launcher_mutants  # noqa: E402
 import logger_mutants  # noqa: E402
+import model_family_mutants  # noqa: E402
 import reward_mutants  # noqa: E402
 import sampler_mutants  # noqa: E402
 import tool_mutants  # noqa: E402
@@ -84,10 +86,12 @@ TEMPLATE_MUTANTS = (
         for m in algorithm_mutants.MUTANTS
     ),
     *dataset_mutants.MUTANTS,
+    *decision_mutants.MUTANTS,
     *environment_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
     *launcher_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
+    *model_family_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
     *sampler_mutants.MUTANTS,
     *tool_mutants.MUTANTS,

@@ -24,9 +24,13 @@ HOOKS: Mapping[str, str] = {
     "generator": "chatlearn_generators",
     "launcher": "chatlearn_launchers",
     "logger": "chatlearn_loggers",
+    "model_family": "chatlearn_model_families",
     "reward": "chatlearn_rewards",
+    "sample_filter": "chatlearn_sample_filters",
     "sampler": "chatlearn_samplers",
     "tool": "chatlearn_tools",
+    "schedule": "chatlearn_schedules",
+    "step_policy": "chatlearn_step_policies",
     "trainer": "chatlearn_trainers",
     "weight_sync": "chatlearn_weight_syncs",
 }
@@ -51,7 +55,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from chatlearn_core.types import WeightShard
+from chatlearn_core.exceptions import CheckpointError, DataError
+from chatlearn_core.types import RewardResult, WeightShard
 
 KEPT = []
 """

@@ -7,9 +7,11 @@ from typing import Any
 
 import algorithm_mutants
 import dataset_mutants
+import decision_mutants
 import environment_mutants
 import launcher_mutants
 import logger_mutants
+import model_family_mutants
 import pytest
 import sampler_mutants
 import tool_mutants
@@ -96,9 +98,11 @@ def test_the_original_passes(
 def test_every_suite_has_mutants() -> None:
     of_templates = (
         *dataset_mutants.MUTANTS,
+        *decision_mutants.MUTANTS,
         *environment_mutants.MUTANTS,
         *launcher_mutants.MUTANTS,
         *logger_mutants.MUTANTS,
+        *model_family_mutants.MUTANTS,
         *sampler_mutants.MUTANTS,
         *tool_mutants.MUTANTS,
     )

@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import dataset_mutants
+import decision_mutants
 import environment_mutants
 import generator_mutants
 import launcher_mutants
 import logger_mutants
+import model_family_mutants
 import numpy as np
 import pytest
 import reward_mutants
@@ -35,10 +37,12 @@ pytestmark = pytest.mark.slow
 
 MUTANTS = (
     *dataset_mutants.MUTANTS,
+    *decision_mutants.MUTANTS,
     *environment_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
     *launcher_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
+    *model_family_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
     *sampler_mutants.MUTANTS,
     *tool_mutants.MUTANTS,
@@ -51,9 +55,13 @@ KINDS: tuple[Kind, ...] = (
     "generator",
     "launcher",
     "logger",
+    "model_family",
     "reward",
+    "sample_filter",
     "sampler",
     "tool",
+    "schedule",
+    "step_policy",
     "trainer",
     "weight_sync",
 )

@@ -202,7 +202,7 @@ class MegatronModel:
         """Return a parameter's place, with indices filled in, and the shapes of its checkpoint tensors.
 
         Raises:
-            ModelError: the family has no place for the parameter.
+            ModelError: the family has no place for the parameter, or names a tensor that the checkpoint does not have.
         """
         indices, pattern = _indices(chunk, name, self.ranks)
         place, shapes = self.places.get(pattern), self.shapes
@@ -215,6 +215,11 @@ class MegatronModel:
                 f" MegatronFamily must describe {pattern}"
             )
         parts = tuple(dataclasses.replace(part, name=part.name.format(**indices)) for part in place.parts)
+        if unknown := [part.name for part in parts if part.name not in shapes]:
+            raise ModelError(
+                f"Megatron-Core's parameter {name} is put together from {', '.join(unknown)}, which a checkpoint of"
+                f" {self.hf.config.model_type} does not have; correct {pattern} in the MegatronFamily"
+            )
         return dataclasses.replace(place, parts=parts), [shapes[part.name] for part in parts]
 
 
@@ -230,9 +235,20 @@ def _without_gradient_of(padding_id: int, embedding: Any, ids: tuple[Tensor], ou
 
 
 def build_model(
-    options: MegatronOptions, context: RoleContext, source: ModelSource, ranks: MegatronRanks
+    options: MegatronOptions,
+    context: RoleContext,
+    source: ModelSource,
+    ranks: MegatronRanks,
+    family: MegatronFamily | None = None,
 ) -> MegatronModel:
     """Build this rank's chunks with undefined weights.
+
+    Args:
+        options: of the trainer.
+        context: of the rank.
+        source: the model directory.
+        ranks: the joined ranks.
+        family: where the parameters lie; None takes the one that a plugin registers for the model's type.
 
     Raises:
         ModelError: the architecture is not supported, or its sizes cannot be split over the ranks.
@@ -243,13 +259,18 @@ def build_model(
         local_directory(source.path), source.head, attention="eager", trust_remote_code=source.trust_remote_code
     )
     text = hf.config.get_text_config()
-    family = family_of(text, source.path)
+    family = family or family_of(text, source.path)
     arguments = family.arguments(text)
     check_sizes(arguments, int(text.vocab_size), options, source.path, context.world_size)
     device = torch.device(context.device)
     config = _transformer_config(arguments, options, context)
     layout = checkpoint_layout(hf)
     names = {name for entry in layout.tensors for name in entry.names}
+    if source.head != "lm" and "score.weight" not in names:
+        raise ModelError(
+            f"{type(hf).__name__} names its head otherwise than score: the trainer 'megatron' cannot give"
+            f" {source.path} the head {source.head!r}. Use backend: fsdp, or a model of another type"
+        )
     tied = bool(text.tie_word_embeddings) and source.head == "lm"
     chunks: list[PackedGPT] = []
     for stage in range(options.virtual_pipeline):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from chatlearn_algorithms.grpo import GRPO
 from chatlearn_algorithms.grpo_options import GRPOOptions
 from chatlearn_algorithms.linear import Linear
 from chatlearn_algorithms.truncated import Truncated
+from chatlearn_core.exceptions import CheckpointError
 
 
 def test_a_line_and_what_is_outside_it():
@@ -60,3 +62,29 @@ def test_the_count_survives_a_checkpoint():
     first.after_step(2, {"m": 0.5})
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.after_step(3, {"m": 0.5}).stop is not None
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_a_value_that_is_not_finite_is_no_improvement(odd: float, mode: str):
+    """Not even as the first, or best: nothing would improve on it, and JSON could not hold it."""
+    policy = EarlyStop(EarlyStopOptions(metric="m", mode=mode, patience=2, goal=0.0 if mode == "min" else 1.0))
+    assert policy.after_step(1, {"m": odd}) is None
+    json.dumps(policy.state_dict(), allow_nan=False)
+    assert policy.after_step(2, {"m": 0.5}) is None
+    assert policy.after_step(3, {"m": odd}) is None
+    assert policy.after_step(4, {"m": odd}).stop == "m has not improved on 0.5 in its last 2 measurements"
+
+
+def test_a_metric_that_is_never_finite_ends_a_run():
+    policy = EarlyStop(EarlyStopOptions(metric="m", patience=2))
+    assert policy.after_step(1, {"m": math.nan}) is None
+    assert policy.after_step(2, {"m": math.nan}).stop == "m has not improved on any value in its last 2 measurements"
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"best": 1.0}, {"best": "x", "since_best": 0}, {"best": 1.0, "since_best": None}]
+)
+def test_a_damaged_state_is_refused(state: dict):
+    with pytest.raises(CheckpointError, match="state of early_stop is damaged"):
+        EarlyStop(EarlyStopOptions()).load_state_dict(state)

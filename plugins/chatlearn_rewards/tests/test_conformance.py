@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from chatlearn_rewards.conformance import ENDPOINT_JUDGE, SETTINGS
-from chatlearn_testing.suites import RewardCase, RewardConformance
+from chatlearn_testing.suites import RewardCase, RewardConformance, SampleFilterConformance
 
 MISBEHAVING = """import os
 import time
@@ -140,3 +140,10 @@ class TestFunction(RewardConformance):
         file = tmp_path_factory.mktemp("user") / "misbehaving.py"
         file.write_text(MISBEHAVING)
         cls.options = {"path": f"{file}:compute_score", "timeout_s": 1.0, "num_workers": 2}
+
+
+class TestRunningNormalisation(SampleFilterConformance):
+    backend = "running_normalisation"
+    options: ClassVar = SETTINGS["sample_filter/running_normalisation"]["options"]
+    bad_options = SETTINGS["sample_filter/running_normalisation"]["bad_options"]
+    cases = SETTINGS["sample_filter/running_normalisation"]["cases"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chatlearn_core.exceptions import PluginError
-from chatlearn_core.plugins.records import StepPolicySpec
+from chatlearn_core.plugins.records import RolloutModeSpec, ScheduleSpec
 from chatlearn_testing.check import SUITES, run_conformance, suite_class, suites_for
 from chatlearn_testing.fakes import records
 from chatlearn_testing.fakes.bigram import build_bigram_model
@@ -24,8 +24,8 @@ def test_every_kind_of_backend_has_a_suite() -> None:
 
 
 def test_a_kind_without_a_suite_is_an_error_that_lists_the_kinds_with_one() -> None:
-    with pytest.raises(PluginError, match=rf"step_policy 'acme'.*{', '.join(sorted(SUITES))}"):
-        suites_for(StepPolicySpec(name="acme", factory="a:b", options="a:c"))
+    with pytest.raises(PluginError, match=rf"rollout_mode 'acme'.*{', '.join(sorted(SUITES))}"):
+        suites_for(RolloutModeSpec(name="acme", factory="a:b", options="a:c", plan="a:d"))
 
 
 @pytest.mark.slow
@@ -60,8 +60,10 @@ def test_a_selection_that_names_no_test_is_an_error() -> None:
 def test_what_a_suite_needs_is_asked_for() -> None:
     with pytest.raises(PluginError, match="model directory"):
         suite_class(records.FAKE_GENERATOR)
-    with pytest.raises(PluginError, match="cases"):
+    with pytest.raises(PluginError, match=r"samples with known rewards: pass them in settings\['cases'\]"):
         suite_class(records.FAKE_REWARD)
+    with pytest.raises(PluginError, match=r"steps with known values: pass them in settings\['values'\]"):
+        suite_class(ScheduleSpec(name="acme", factory="a:b", options="a:c"))
     with pytest.raises(PluginError, match=r"overrides ConformanceSuite.record"):
         suite_class(records.FAKE_WEIGHT_SYNC, settings={"record": classmethod(lambda cls: None)})
 

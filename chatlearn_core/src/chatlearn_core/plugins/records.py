@@ -309,7 +309,8 @@ class ExampleKindSpec(PluginRecord):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ModelFamilySpec(BackendRecord):
-    """The peculiarities of a model family (checkpoint names, heads): ``factory(options) -> ModelFamily``."""
+    """What is peculiar to a model family: tokenizer, prompts and limits, and where its parameters lie in layers of
+    trainers. ``factory(options) -> ModelFamily``; a run makes the options with their defaults."""
 
     kind: ClassVar[Kind] = "model_family"
     model_types: frozenset[str] = frozenset()

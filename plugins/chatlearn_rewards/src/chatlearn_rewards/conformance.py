@@ -8,7 +8,7 @@ from typing import Any
 
 from chatlearn_testing.fakes.http_server import FakeHttpServer, HttpReply, chat_completion
 from chatlearn_testing.fakes.role_handle import ScriptedHandle
-from chatlearn_testing.suites import RewardCase
+from chatlearn_testing.suites import FilterCase, RewardCase
 
 
 def exact_match(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
@@ -158,5 +158,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reward/model": {
         "handles": {"model": ScriptedHandle(scores=lambda token_ids: float(token_ids[-1]))},
         "cases": (RewardCase("a", 97.0), RewardCase("b", 98.0)),
+    },
+    "sample_filter/running_normalisation": {
+        "options": {"per_data_source": True, "epsilon": 1e-12, "clip": 1.25},
+        "cases": (
+            FilterCase("right", 1.0, reward=1.0, token_values=(0.5, 0.0, 0.0, 0.0, 0.0)),
+            FilterCase("wrong", 0.0, reward=-1.0),
+            FilterCase("wordy", 0.0, reward=-0.5773502692, group="other", data_source="style"),
+            FilterCase("plain", 0.0, reward=-0.5773502692, group="other", data_source="style"),
+            FilterCase("silly", 0.0, reward=-0.5773502692, group="other", data_source="style"),
+            FilterCase("short", 4.0, reward=1.25, group="other", data_source="style"),
+        ),
+        "bad_options": ({"epsilon": 0.0}, {"clip": 0.0}, {"clip": -1.0}),
     },
 }

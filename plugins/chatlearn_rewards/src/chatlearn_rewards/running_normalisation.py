@@ -81,12 +81,22 @@ class RunningNormalisation(SampleFilter):
         return {"per_data_source": self.options.per_data_source, "moments": moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["per_data_source"] != self.options.per_data_source:
+        try:
+            per_data_source, stored = state["per_data_source"], state["moments"]
+            moments = {
+                str(key): Moments(int(count), float(mean), float(squares))
+                for key, (count, mean, squares) in stored.items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the checkpoint has moments with per_data_source={str(state['per_data_source']).lower()}, and the "
+                f"the state of running_normalisation is damaged: {type(error).__name__}: {error}"
+            ) from error
+        if per_data_source != self.options.per_data_source:
+            raise CheckpointError(
+                f"the checkpoint has moments with per_data_source={str(per_data_source).lower()}, and the "
                 f"option is {str(self.options.per_data_source).lower()}. Restore it"
             )
-        self.moments = {key: Moments(*values) for key, values in state["moments"].items()}
+        self.moments = moments
 
     def _key(self, sample: Sample) -> str:
         return sample.prompt.data_source if self.options.per_data_source else _ALL

@@ -21,6 +21,7 @@ from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins.records import PluginRecord
 from chatlearn_testing.applicability import NOT_APPLICABLE
 from chatlearn_testing.guard import suite_violations
+from chatlearn_testing.required_settings import REQUIRED
 from chatlearn_testing.suites import (
     AlgorithmConformance,
     ConformanceSuite,
@@ -29,9 +30,13 @@ from chatlearn_testing.suites import (
     GeneratorConformance,
     LauncherConformance,
     LoggerConformance,
+    ModelFamilyConformance,
     RewardConformance,
     RuntimeConformance,
+    SampleFilterConformance,
     SamplerConformance,
+    ScheduleConformance,
+    StepPolicyConformance,
     ToolConformance,
     TrainerConformance,
     WeightSyncConformance,
@@ -55,6 +60,10 @@ SUITES: Mapping[str, type[ConformanceSuite]] = {
         EnvironmentConformance,
         ToolConformance,
         LauncherConformance,
+        ModelFamilyConformance,
+        ScheduleConformance,
+        StepPolicyConformance,
+        SampleFilterConformance,
     )
 }
 TEST_FILE = """\
@@ -138,8 +147,9 @@ def suite_class(
                 f"{record.kind} {record.name!r} is tested on a model: pass a model directory and a load_reference"
             )
         body |= {"load_reference": load_reference, "model_directory": _directory_fixture(model_directory)}
-    if "cases" in suite.settable and "cases" not in body:
-        raise PluginError(f"{record.kind} {record.name!r} is tested on its own cases: pass them in settings['cases']")
+    name, what = REQUIRED.get(record.kind, ("", ""))
+    if name and name not in body:
+        raise PluginError(f"{record.kind} {record.name!r} is tested on {what}: pass them in settings[{name!r}]")
     name = "".join(
         part.capitalize() for part in (*record.name.replace("-", "_").split("_"), record.kind.split("_")[-1])
     )

@@ -20,7 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -52,13 +53,14 @@ _OTHERS_VARIABLES = frozenset(
     {
         "CHATLEARN_PLUGINS_TRIED",
         "CHATLEARN_TEST_MARK",
+        "LD_LIBRARY_PATH",
         "PYTEST_CURRENT_TEST",
         "PYTORCH_NVML_BASED_CUDA_CHECK",
         "TORCHINDUCTOR_CACHE_DIR",
     }
 )
-"""Set by the discovery of plugins, by a test around this one, by pytest, and by torch as it looks for GPUs or loads its
-compiler."""
+"""Set by the discovery of plugins, by a test around this one, by OpenCV as it is imported (tokenizers of Mistral import
+it), by pytest, and by torch as it looks for GPUs or loads its compiler."""
 _SHARED_MODULES: tuple[ModuleType, ...] = (
     asyncio,
     builtins,
@@ -137,6 +139,21 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any], ignored: Collec
         else:
             found.append(name)
     return found
+
+
+@contextmanager
+def other_random_state(seed: int) -> Iterator[None]:
+    """Seed the random generators that all code shares, and restore them afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 @dataclass(slots=True)

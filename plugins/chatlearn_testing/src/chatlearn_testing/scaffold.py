@@ -38,6 +38,10 @@ class TemplateKind(StrEnum):
     environment = "environment"
     tool = "tool"
     launcher = "launcher"
+    model_family = "model_family"
+    schedule = "schedule"
+    step_policy = "step_policy"
+    sample_filter = "sample_filter"
 
 
 TEMPLATE_KINDS = tuple(kind.value for kind in TemplateKind)

@@ -24,6 +24,7 @@ from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.plugins.loader import describe, discover_plugins
 from chatlearn_core.plugins.records import DatasetSpec, Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_testing.required_settings import REQUIRED
 
 STACK_SIGNAL = signal.SIGUSR2
 """Signal on which the child writes the stacks of its threads."""
@@ -42,6 +43,10 @@ SUITE_NAMES: Mapping[Kind, str] = {
     "environment": "EnvironmentConformance",
     "tool": "ToolConformance",
     "launcher": "LauncherConformance",
+    "model_family": "ModelFamilyConformance",
+    "schedule": "ScheduleConformance",
+    "step_policy": "StepPolicyConformance",
+    "sample_filter": "SampleFilterConformance",
 }
 """Classes of ``chatlearn_testing.suites``, whose import takes seconds."""
 
@@ -194,17 +199,8 @@ def missing_settings(record: PluginRecord, settings: Mapping[str, Any], model: o
             return f"no model to test on: give --model, or 'build_model' in {where}"
         if not reference:
             return f"nothing to compare with: give --reference, or 'load_reference' in {where}"
-    if record.kind == "reward" and "cases" not in settings:
-        return f"no samples with known rewards: give 'cases' in {where}"
-    if record.kind == "dataset" and "cases" not in settings:
-        return f"no rows with known examples: give 'cases' in {where}"
-    if record.kind == "environment" and "cases" not in settings:
-        return f"no rollouts with known outcomes: give 'cases' in {where}"
-    if record.kind == "tool" and "cases" not in settings:
-        return f"no calls with known answers: give 'cases' in {where}"
-    if record.kind == "launcher" and "cases" not in settings:
-        return f"no processes with known parts: give 'cases' in {where}"
-    return ""
+    name, what = REQUIRED.get(record.kind, ("", ""))
+    return f"no {what}: give {name!r} in {where}" if name and name not in settings else ""
 
 
 def load_settings(record: PluginRecord) -> Settings:

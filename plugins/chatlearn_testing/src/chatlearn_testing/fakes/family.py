@@ -92,17 +92,12 @@ class BigramFamily:
         self.options = options
 
     def model_type(self, source: ModelSource) -> str:
-        return "bigram"
+        """The type that the configuration names. Raises: ModelError: there is no readable configuration."""
+        return str(_read(source, "model_type"))
 
     def facts(self, source: ModelSource) -> ModelFacts:
-        file = Path(source.path) / CONFIG_FILE
-        try:
-            vocab_size = json.loads(file.read_text(encoding="utf-8"))["vocab_size"]
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(
-                f"{file} is not that of a bigram model ({error!r}); build_bigram_model writes one"
-            ) from error
-        return ModelFacts("bigram", MAX_LENGTH, vocab_size)
+        """Raises: ModelError: there is no readable configuration of a bigram model."""
+        return ModelFacts("bigram", MAX_LENGTH, int(_read(source, "vocab_size")))
 
     def load_tokenizer(self, source: ModelSource) -> LetterTokenizer:
         return LetterTokenizer(self.facts(source).vocab_size)
@@ -117,6 +112,14 @@ class BigramFamily:
         max_tokens: int | None = None,
     ) -> LetterRenderer:
         return LetterRenderer(tokenizer, control_tokens)
+
+
+def _read(source: ModelSource, name: str) -> Any:
+    file = Path(source.path) / CONFIG_FILE
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))[name]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{file} is not that of a bigram model ({error!r}); build_bigram_model writes one") from error
 
 
 def _text(content: str | Sequence[Mapping[str, Any]]) -> str:

@@ -7,9 +7,14 @@ from chatlearn_testing.suites.environment import EnvironmentCase, EnvironmentCon
 from chatlearn_testing.suites.generator import GeneratorConformance
 from chatlearn_testing.suites.launcher import LauncherCase, LauncherConformance
 from chatlearn_testing.suites.logger import LoggerConformance
+from chatlearn_testing.suites.model_family import ModelFamilyConformance
+from chatlearn_testing.suites.model_family_models import ModelCase
 from chatlearn_testing.suites.reward import RewardCase, RewardConformance
 from chatlearn_testing.suites.runtime import RuntimeConformance
+from chatlearn_testing.suites.sample_filter import FilterCase, SampleFilterConformance
 from chatlearn_testing.suites.sampler import SamplerConformance
+from chatlearn_testing.suites.schedule import ScheduleConformance
+from chatlearn_testing.suites.step_policy import StepCase, StepPolicyConformance
 from chatlearn_testing.suites.tool import ToolCase, ToolConformance
 from chatlearn_testing.suites.trainer import TrainerConformance
 from chatlearn_testing.suites.weight_sync import WeightSyncConformance
@@ -20,15 +25,22 @@ __all__ = [
     "DatasetConformance",
     "EnvironmentCase",
     "EnvironmentConformance",
+    "FilterCase",
     "GeneratorConformance",
     "LauncherCase",
     "LauncherConformance",
     "LoggerConformance",
+    "ModelCase",
+    "ModelFamilyConformance",
     "RewardCase",
     "RewardConformance",
     "RowCase",
     "RuntimeConformance",
+    "SampleFilterConformance",
     "SamplerConformance",
+    "ScheduleConformance",
+    "StepCase",
+    "StepPolicyConformance",
     "ToolCase",
     "ToolConformance",
     "TrainerConformance",

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
-from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from chatlearn_core.data import Dataset, DatasetReport
 from chatlearn_core.exceptions import CheckpointError
+from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.plugins.records import Kind
 from chatlearn_core.protocols import ExampleSampler, SamplerContext
 from chatlearn_core.types import ExampleDraw, Prompt, RewardResult, Sample
 from chatlearn_testing.applicability import not_applicable
+from chatlearn_testing.json_state import damaged, spoil, stored
 from chatlearn_testing.leftovers import written_files
-from chatlearn_testing.process_state import process_state
+from chatlearn_testing.other_process import in_another_process
+from chatlearn_testing.process_state import other_random_state, process_state
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 
 SIZES = (3, 1, 8, 40, 5, 5, 13, 2)
@@ -46,10 +43,6 @@ def make_dataset(name: str, size: int, weight: float = 1.0, first_token: int = 0
 def make_datasets() -> tuple[Dataset, ...]:
     """Datasets of different sizes and weights; one has a single example."""
     return make_dataset("large", 23, 3.0), make_dataset("small", 7, 2.0), make_dataset("single", 1, 0.5)
-
-
-START_S = 120.0
-"""Time for a new interpreter that imports torch on a busy machine, seconds."""
 
 
 class SamplerConformance(ConformanceSuite):
@@ -118,9 +111,9 @@ class SamplerConformance(ConformanceSuite):
         """Samplers of the same seed draw the same, whatever the global random state is; and if the order depends on
         the seed, those of another seed draw another order if ``data.shuffle`` is true.
         """
-        with _other_random_state(1):
+        with other_random_state(1):
             first = _drawn(self._build(shuffle=shuffle), SIZES)
-        with _other_random_state(2):
+        with other_random_state(2):
             second = _drawn(self._build(shuffle=shuffle), SIZES)
         _assert_same(second, first, "draws with the same seed differ: take all randomness from SamplerContext.seed")
         if shuffle and self.reads_seed:
@@ -130,23 +123,8 @@ class SamplerConformance(ConformanceSuite):
 
     def test_another_process_draws_the_same(self) -> None:
         """A new process, with other hashes of strings, draws the same: a resumed run is one."""
-        context = multiprocessing.get_context("spawn")
-        reader, writer = context.Pipe(duplex=False)
-        seed = "1" if os.environ.get("PYTHONHASHSEED", "random") != "1" else "2"
-        with mock.patch.dict(os.environ, {"PYTHONHASHSEED": seed}):
-            process = context.Process(
-                target=_draw_and_send, args=(self.record().factory, self.make_options(), writer), daemon=True
-            )
-            process.start()
-        writer.close()
-        try:
-            limit_s = max(self.patience_s, START_S)
-            assert reader.poll(limit_s), f"no draws after {limit_s:g} s"
-            there = reader.recv()
-        finally:
-            process.kill()
-            process.join()
-            reader.close()
+        factory, options = self.record().factory, self.make_options()
+        there = in_another_process(_draws_of, factory, options, limit_s=self.patience_s)
         here = _drawn(self._build(), SIZES)
         _assert_same(there, here, "another process draws otherwise: never iterate over a set, or hash a text")
 
@@ -206,7 +184,7 @@ class SamplerConformance(ConformanceSuite):
             before = self._build(shuffle=shuffle)
             for size in SIZES[:stop]:
                 _step(before, size)
-            state = json.loads(json.dumps(before.state_dict(), allow_nan=False))
+            state = stored(before.state_dict())
             after = self._build(shuffle=shuffle)
             if stop % 2:
                 _step(after, 3)
@@ -230,7 +208,7 @@ class SamplerConformance(ConformanceSuite):
         assert not changed, "later batches changed a state that state_dict had returned: return a copy"
         state = json.loads(states[3][1])
         sampler.load_state_dict(state)
-        _spoil(state)
+        spoil(state)
         tail = [draw for size in SIZES[3:] for draw in _step(sampler, size)]
         _assert_same(tail, expected[sum(SIZES[:3]) :], "load_state_dict keeps what it was given: copy it")
 
@@ -260,12 +238,8 @@ class SamplerConformance(ConformanceSuite):
         """
         sampler = self._build()
         _step(sampler, 5)
-        state = json.loads(json.dumps(sampler.state_dict()))
-        damaged: list[dict[str, Any]] = [{}]
-        for key in state:
-            damaged.append({name: value for name, value in state.items() if name != key})
-            damaged.extend(state | {key: value} for value in (None, "damaged", [None]))
-        for number, one in enumerate(damaged):
+        state = stored(sampler.state_dict())
+        for number, one in enumerate(damaged(state)):
             try:
                 self._build().load_state_dict(one)
             except CheckpointError:
@@ -382,39 +356,12 @@ def _content(sample: Sample) -> tuple[object, ...]:
     return (sample.id, sample.group_id, sample.example_id, *arrays, *data, reward, sample.exclusion)
 
 
-def _spoil(state: Any) -> None:
-    """Overwrite everything inside a state."""
-    if isinstance(state, dict):
-        for value in state.values():
-            _spoil(value)
-        state.clear()
-    elif isinstance(state, list):
-        for value in state:
-            _spoil(value)
-        state.clear()
-
-
 def _assert_same(found: Drawn, expected: Drawn, message: str) -> None:
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one == other, f"{message} (draw {number} is {one} instead of {other})"
 
 
-@contextmanager
-def _other_random_state(seed: int) -> Iterator[None]:
-    """Seed the global random generators, and restore them."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-
-
-def _draw_and_send(factory: str, options: Any, writer: Any) -> None:
-    """In another process: send the draws of the sampler."""
-    from chatlearn_core.plugins.import_string import resolve_import_string
-
+def _draws_of(factory: str, options: Any) -> Drawn:
+    """In another process: the draws of the sampler."""
     sampler = resolve_import_string(factory)(options, SamplerContext(make_datasets(), 0, True))
-    writer.send(_drawn(sampler, SIZES))
+    return _drawn(sampler, SIZES)

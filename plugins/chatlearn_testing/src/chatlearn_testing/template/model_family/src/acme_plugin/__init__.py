@@ -1,0 +1,1 @@
+"""Model family acme for ChatLearn: models with one token per character."""
