@@ -8,6 +8,7 @@ from pathlib import Path
 
 NAMES = (
     "source_mutants",
+    "aggregation_mutants",
     "algorithm_mutants",
     "conformance_mutants",
     "dataset_mutants",

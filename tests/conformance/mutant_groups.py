@@ -34,6 +34,8 @@ _TESTS: Mapping[str, str] = {
         test_outputs_do_not_depend_on_micro_batches test_outputs_do_not_depend_on_packing
         test_update_does_not_depend_on_micro_batches
         test_cases_end_as_expected
+        test_tokens_get_their_weights test_the_order_of_sequences_does_not_matter test_long_sequences_are_weighed
+        test_weights_depend_on_the_mini_batch_alone test_names_and_numbers_of_groups_do_not_matter
     """,
     SEEDS: """
         test_draws_of_a_mixed_batch_follow_each_requests_distribution test_successive_tokens_are_drawn_independently
@@ -93,6 +95,7 @@ _TESTS: Mapping[str, str] = {
         test_expects_the_names_of_the_model_directory test_record_is_the_one_that_is_registered
         test_a_replica_that_missed_a_sync_takes_it_later
         test_is_an_environment test_only_declared_handles_are_asked
+        test_groups_matter_only_if_declared test_only_declared_fields_are_read test_options_are_described_and_strict
     """,
     CHECKPOINTS: """
         test_several_updates_are_resumed test_a_used_directory_holds_the_last_checkpoint
@@ -132,6 +135,7 @@ _TESTS: Mapping[str, str] = {
         test_outputs_are_zero_outside_the_loss_mask test_an_empty_batch_is_legal test_streaming_tells_a_prefix
         test_a_rollout_is_the_one_that_was_ordered test_tokens_are_those_that_were_sampled
         test_the_loss_mask_covers_sampled_tokens
+        test_weights_are_numbers_one_for_each_token
     """,
     TRANSPORT: """
         test_special_values_arrive_bit_for_bit test_every_tensor_arrives_bit_for_bit test_several_ranks_and_replicas

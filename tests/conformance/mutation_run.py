@@ -35,6 +35,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "benchmarks")]
 
+import aggregation_mutants  # noqa: E402
 import algorithm_mutants  # noqa: E402
 import dataset_mutants  # noqa: E402
 import engine_mutants  # noqa: E402
@@ -77,6 +78,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 DOCUMENT = ROOT / "docs" / "mutants.md"
 ENGINE_SETTINGS: Mapping[str, Any] = {"build_model": "mutation_run:build_engine_model"}
 TEMPLATE_MUTANTS = (
+    *aggregation_mutants.MUTANTS,
     *(
         SourceMutant("algorithm", m.name, f"{m.file}.py", m.old, m.new, m.caught_by, m.also)
         for m in algorithm_mutants.MUTANTS

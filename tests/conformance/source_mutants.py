@@ -18,6 +18,7 @@ TEMPLATES = Path(chatlearn_testing.__file__).parent / "template"
 TEMPLATE = "acme_plugin"
 """Package of every template."""
 HOOKS: Mapping[str, str] = {
+    "aggregation": "chatlearn_aggregations",
     "algorithm": "chatlearn_algorithms",
     "dataset": "chatlearn_datasets",
     "environment": "chatlearn_environments",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import aggregation_mutants
 import algorithm_mutants
 import dataset_mutants
 import environment_mutants
@@ -93,6 +94,7 @@ def test_the_original_passes(
 
 def test_every_suite_has_mutants() -> None:
     of_templates = (
+        *aggregation_mutants.MUTANTS,
         *dataset_mutants.MUTANTS,
         *environment_mutants.MUTANTS,
         *logger_mutants.MUTANTS,

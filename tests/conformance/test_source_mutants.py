@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import aggregation_mutants
 import dataset_mutants
 import environment_mutants
 import generator_mutants
@@ -32,6 +33,7 @@ from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 pytestmark = pytest.mark.slow
 
 MUTANTS = (
+    *aggregation_mutants.MUTANTS,
     *dataset_mutants.MUTANTS,
     *environment_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
@@ -42,6 +44,7 @@ MUTANTS = (
     *weight_sync_mutants.MUTANTS,
 )
 KINDS: tuple[Kind, ...] = (
+    "aggregation",
     "dataset",
     "environment",
     "generator",

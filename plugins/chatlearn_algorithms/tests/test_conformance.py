@@ -37,6 +37,15 @@ def test_every_algorithm_is_tested() -> None:
     assert {name for name, _ in CASES.values()} == set(RECORDS)
 
 
+AGGREGATIONS = {record.name: record for record in plugin.chatlearn_aggregations()}
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_aggregations_conform(name: str) -> None:
+    results = run_conformance([AGGREGATIONS[name]], settings=SETTINGS)
+    assert results.conforms, "\n".join(f"{verdict.test}: {verdict.reason}" for verdict in results.of("failed"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_conforms(case: str) -> None:

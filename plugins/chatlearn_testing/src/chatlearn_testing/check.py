@@ -22,6 +22,7 @@ from chatlearn_core.plugins.records import PluginRecord
 from chatlearn_testing.applicability import NOT_APPLICABLE
 from chatlearn_testing.guard import suite_violations
 from chatlearn_testing.suites import (
+    AggregationConformance,
     AlgorithmConformance,
     ConformanceSuite,
     DatasetConformance,
@@ -51,6 +52,7 @@ SUITES: Mapping[str, type[ConformanceSuite]] = {
         LoggerConformance,
         SamplerConformance,
         EnvironmentConformance,
+        AggregationConformance,
     )
 }
 TEST_FILE = """\
@@ -134,7 +136,7 @@ def suite_class(
                 f"{record.kind} {record.name!r} is tested on a model: pass a model directory and a load_reference"
             )
         body |= {"load_reference": load_reference, "model_directory": _directory_fixture(model_directory)}
-    if issubclass(suite, RewardConformance | DatasetConformance | EnvironmentConformance) and "cases" not in body:
+    if "cases" in suite.settable and not hasattr(suite, "cases") and "cases" not in body:
         raise PluginError(f"{record.kind} {record.name!r} is tested on its own cases: pass them in settings['cases']")
     name = "".join(
         part.capitalize() for part in (*record.name.replace("-", "_").split("_"), record.kind.split("_")[-1])

@@ -36,6 +36,7 @@ class TemplateKind(StrEnum):
     logger = "logger"
     sampler = "sampler"
     environment = "environment"
+    aggregation = "aggregation"
 
 
 TEMPLATE_KINDS = tuple(kind.value for kind in TemplateKind)

@@ -1,5 +1,6 @@
 """The conformance suites, one for each kind of backend; ``chatlearn_testing.__doc__`` shows how to use them."""
 
+from chatlearn_testing.suites.aggregation import AggregationCase, AggregationConformance
 from chatlearn_testing.suites.algorithm import AlgorithmConformance
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.dataset import DatasetConformance, RowCase
@@ -13,6 +14,8 @@ from chatlearn_testing.suites.trainer import TrainerConformance
 from chatlearn_testing.suites.weight_sync import WeightSyncConformance
 
 __all__ = [
+    "AggregationCase",
+    "AggregationConformance",
     "AlgorithmConformance",
     "ConformanceSuite",
     "DatasetConformance",

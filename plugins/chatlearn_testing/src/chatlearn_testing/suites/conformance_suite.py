@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,9 +18,16 @@ from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.records import Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.requirements import installed_where
+from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.guard import suite_violations
 from chatlearn_testing.leftovers import written_files
-from chatlearn_testing.process_state import ENGINES_CHANGE, RANDOM_STATES, ProcessWatch, StateWatch
+from chatlearn_testing.process_state import (
+    ENGINES_CHANGE,
+    RANDOM_STATES,
+    ProcessWatch,
+    StateWatch,
+    process_state,
+)
 
 ReferenceLoader = Callable[[Path], torch.nn.Module]
 """Function that loads a model directory as a plain module with code that is not under test. The module computes
@@ -41,6 +49,20 @@ def selected(kind: Kind, name: str, where: str, python: str | None) -> PluginRec
     return plugins.select(kind, name, where, installed=installed_where(record, {"python": python}))
 
 
+@contextmanager
+def nothing_changes(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Fail if the block prints to standard output, writes a file, or changes state that the process shares."""
+    capfd.readouterr()
+    before = process_state()
+    with written_files() as written:
+        yield
+    after = process_state()
+    changed = [name for name, value in before.items() if after[name] != value]
+    assert not changed, f"changed: {', '.join(changed)}"
+    assert not written, f"written: {', '.join(sorted(written)[:5])}"
+    assert not (printed := capfd.readouterr().out), f"printed to standard output: {printed[:200]!r}"
+
+
 class ConformanceSuite:
     """Base of the suites. A subclass may set the attributes in ``settable``; all others are part of the contract.
 
@@ -54,6 +76,8 @@ class ConformanceSuite:
     """Name of an installed plugin, or a record that no plugin registers (a fake)."""
     options: ClassVar[Mapping[str, Any]] = {}
     """Options of the backend, as a configuration would give them."""
+    options_field: ClassVar[str | None] = "options"
+    """Field of the record that names the pydantic model of its options; None: records of this kind have none."""
     patience_s: ClassVar[float] = 120.0
     """Time limit of each operation under test, seconds; an operation that exceeds it counts as hanging."""
 
@@ -70,8 +94,9 @@ class ConformanceSuite:
 
     @classmethod
     def options_model(cls) -> type[BaseModel]:
-        """Return the pydantic model that the record names in ``options``."""
-        model: type[BaseModel] = resolve_import_string(cls.record().options)
+        """Return the pydantic model that the record names in ``options_field``."""
+        assert cls.options_field is not None, f"a {cls.kind} has no options"
+        model: type[BaseModel] = resolve_import_string(getattr(cls.record(), cls.options_field))
         return model
 
     @classmethod
@@ -153,5 +178,7 @@ class ConformanceSuite:
 
     def test_options_are_described_and_strict(self) -> None:
         """An unknown option raises, so that no misspelled option is ignored: set ``ConfigDict(extra="forbid")``."""
+        if self.options_field is None:
+            not_applicable(f"a {self.kind} has no options")
         with pytest.raises(ValueError, match="no_such_option"):
             self.options_model()(**dict(self.options), no_such_option=1)
