@@ -15,6 +15,7 @@ NAMES = (
     "mutant_groups",
     "engine_mutants",
     "environment_mutants",
+    "example_kind_mutants",
     "generator_mutants",
     "logger_mutants",
     "reward_mutants",

@@ -76,6 +76,7 @@ _TESTS: Mapping[str, str] = {
         test_bytes_are_counted
         test_streamed_tensors_outlive_the_step_of_the_stream test_the_row_is_read_only test_a_sample_is_read_only
         test_samples_are_read_only test_metrics_and_configuration_are_read_only test_losses_are_values
+        test_draws_are_independent
         test_advantages_change_nothing test_the_state_is_a_copy test_a_batch_is_read_only
     """,
     PROCESS: """
@@ -95,12 +96,14 @@ _TESTS: Mapping[str, str] = {
         test_expects_the_names_of_the_model_directory test_record_is_the_one_that_is_registered
         test_a_replica_that_missed_a_sync_takes_it_later
         test_is_an_environment test_only_declared_handles_are_asked
+        test_is_a_kind_of_examples test_has_samples_is_true
         test_groups_matter_only_if_declared test_only_declared_fields_are_read test_options_are_described_and_strict
     """,
     CHECKPOINTS: """
         test_several_updates_are_resumed test_a_used_directory_holds_the_last_checkpoint
         test_a_checkpoint_of_another_model_is_refused test_save_and_load_continue_bit_identically
         test_export_is_a_model_directory test_manifest_describes_the_stream test_state_comes_back
+        test_content_tells_examples_apart test_examples_can_be_stored
         test_a_state_of_other_data_is_refused test_a_damaged_state_is_refused test_stream_and_export_follow_updates
         test_what_is_told_of_saved_files_is_true test_a_model_is_loaded_in_place
         test_models_are_averaged_as_they_are_loaded test_boxes_cover_every_tensor_once
@@ -112,6 +115,7 @@ _TESTS: Mapping[str, str] = {
         test_an_update_that_fails_leaves_no_gradients test_a_closed_reward_is_not_healthy
         test_a_loss_that_is_not_finite_is_refused
         test_odd_samples_are_marked_not_raised test_no_samples_no_results test_a_bad_row_is_an_error_with_a_reason
+        test_odd_rows_are_taken_or_refused
         test_odd_values_are_taken_or_refused test_missing_columns_are_taken_or_refused test_odd_metrics_are_taken
         test_a_failing_sender_reaches_the_receivers test_a_failing_loader_fails_its_replica_only
         test_a_silent_sender_is_a_timeout_that_names_it test_a_foreign_offer_is_refused
@@ -136,6 +140,7 @@ _TESTS: Mapping[str, str] = {
         test_a_rollout_is_the_one_that_was_ordered test_tokens_are_those_that_were_sampled
         test_the_loss_mask_covers_sampled_tokens
         test_weights_are_numbers_one_for_each_token
+        test_rows_become_their_samples test_samples_are_those_of_the_draw test_samples_can_be_trained_on
     """,
     TRANSPORT: """
         test_special_values_arrive_bit_for_bit test_every_tensor_arrives_bit_for_bit test_several_ranks_and_replicas

@@ -22,6 +22,7 @@ HOOKS: Mapping[str, str] = {
     "algorithm": "chatlearn_algorithms",
     "dataset": "chatlearn_datasets",
     "environment": "chatlearn_environments",
+    "example_kind": "chatlearn_example_kinds",
     "generator": "chatlearn_generators",
     "logger": "chatlearn_loggers",
     "reward": "chatlearn_rewards",

@@ -9,6 +9,7 @@ import aggregation_mutants
 import algorithm_mutants
 import dataset_mutants
 import environment_mutants
+import example_kind_mutants
 import logger_mutants
 import pytest
 import sampler_mutants
@@ -97,6 +98,7 @@ def test_every_suite_has_mutants() -> None:
         *aggregation_mutants.MUTANTS,
         *dataset_mutants.MUTANTS,
         *environment_mutants.MUTANTS,
+        *example_kind_mutants.MUTANTS,
         *logger_mutants.MUTANTS,
         *sampler_mutants.MUTANTS,
     )

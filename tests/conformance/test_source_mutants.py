@@ -15,6 +15,7 @@ from pathlib import Path
 import aggregation_mutants
 import dataset_mutants
 import environment_mutants
+import example_kind_mutants
 import generator_mutants
 import logger_mutants
 import numpy as np
@@ -36,6 +37,7 @@ MUTANTS = (
     *aggregation_mutants.MUTANTS,
     *dataset_mutants.MUTANTS,
     *environment_mutants.MUTANTS,
+    *example_kind_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
@@ -47,6 +49,7 @@ KINDS: tuple[Kind, ...] = (
     "aggregation",
     "dataset",
     "environment",
+    "example_kind",
     "generator",
     "logger",
     "reward",

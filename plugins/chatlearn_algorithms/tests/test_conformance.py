@@ -37,12 +37,15 @@ def test_every_algorithm_is_tested() -> None:
     assert {name for name, _ in CASES.values()} == set(RECORDS)
 
 
-AGGREGATIONS = {record.name: record for record in plugin.chatlearn_aggregations()}
+PARTS = {
+    f"{record.kind}/{record.name}": record
+    for record in (*plugin.chatlearn_aggregations(), *plugin.chatlearn_example_kinds())
+}
 
 
-@pytest.mark.parametrize("name", AGGREGATIONS)
-def test_aggregations_conform(name: str) -> None:
-    results = run_conformance([AGGREGATIONS[name]], settings=SETTINGS)
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_algorithms_conform(name: str) -> None:
+    results = run_conformance([PARTS[name]], settings=SETTINGS)
     assert results.conforms, "\n".join(f"{verdict.test}: {verdict.reason}" for verdict in results.of("failed"))
 
 

@@ -27,6 +27,7 @@ from chatlearn_testing.suites import (
     ConformanceSuite,
     DatasetConformance,
     EnvironmentConformance,
+    ExampleKindConformance,
     GeneratorConformance,
     LoggerConformance,
     RewardConformance,
@@ -53,6 +54,7 @@ SUITES: Mapping[str, type[ConformanceSuite]] = {
         SamplerConformance,
         EnvironmentConformance,
         AggregationConformance,
+        ExampleKindConformance,
     )
 }
 TEST_FILE = """\

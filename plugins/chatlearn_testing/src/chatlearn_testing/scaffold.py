@@ -37,6 +37,7 @@ class TemplateKind(StrEnum):
     sampler = "sampler"
     environment = "environment"
     aggregation = "aggregation"
+    example_kind = "example_kind"
 
 
 TEMPLATE_KINDS = tuple(kind.value for kind in TemplateKind)

@@ -44,6 +44,7 @@ SUITE_NAMES: Mapping[Kind, str] = {
     "sampler": "SamplerConformance",
     "environment": "EnvironmentConformance",
     "aggregation": "AggregationConformance",
+    "example_kind": "ExampleKindConformance",
 }
 """Classes of ``chatlearn_testing.suites``, whose import takes seconds."""
 CASES: Mapping[Kind, str] = {
@@ -51,6 +52,7 @@ CASES: Mapping[Kind, str] = {
     "dataset": "rows with known examples",
     "environment": "rollouts with known outcomes",
     "aggregation": "mini-batches with known weights",
+    "example_kind": "rows with known samples",
 }
 """What the setting ``cases`` holds, for kinds whose suite needs it."""
 

@@ -5,6 +5,7 @@ from chatlearn_testing.suites.algorithm import AlgorithmConformance
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.dataset import DatasetConformance, RowCase
 from chatlearn_testing.suites.environment import EnvironmentCase, EnvironmentConformance
+from chatlearn_testing.suites.example_kind import ExampleKindCase, ExampleKindConformance
 from chatlearn_testing.suites.generator import GeneratorConformance
 from chatlearn_testing.suites.logger import LoggerConformance
 from chatlearn_testing.suites.reward import RewardCase, RewardConformance
@@ -21,6 +22,8 @@ __all__ = [
     "DatasetConformance",
     "EnvironmentCase",
     "EnvironmentConformance",
+    "ExampleKindCase",
+    "ExampleKindConformance",
     "GeneratorConformance",
     "LoggerConformance",
     "RewardCase",

@@ -179,6 +179,6 @@ class ConformanceSuite:
     def test_options_are_described_and_strict(self) -> None:
         """An unknown option raises, so that no misspelled option is ignored: set ``ConfigDict(extra="forbid")``."""
         if self.options_field is None:
-            not_applicable(f"a {self.kind} has no options")
+            not_applicable(f"records of the kind {self.kind} have no options")
         with pytest.raises(ValueError, match="no_such_option"):
             self.options_model()(**dict(self.options), no_such_option=1)
