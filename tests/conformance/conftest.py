@@ -16,6 +16,7 @@ NAMES = (
     "engine_mutants",
     "environment_mutants",
     "example_kind_mutants",
+    "flow_method_mutants",
     "generator_mutants",
     "logger_mutants",
     "reward_mutants",

@@ -34,6 +34,7 @@ _TESTS: Mapping[str, str] = {
         test_outputs_do_not_depend_on_micro_batches test_outputs_do_not_depend_on_packing
         test_update_does_not_depend_on_micro_batches
         test_cases_end_as_expected
+        test_values_are_as_expected test_outputs_are_those_of_the_role test_the_same_samples_get_the_same
         test_tokens_get_their_weights test_the_order_of_sequences_does_not_matter test_long_sequences_are_weighed
         test_weights_depend_on_the_mini_batch_alone test_names_and_numbers_of_groups_do_not_matter
     """,
@@ -76,7 +77,7 @@ _TESTS: Mapping[str, str] = {
         test_bytes_are_counted
         test_streamed_tensors_outlive_the_step_of_the_stream test_the_row_is_read_only test_a_sample_is_read_only
         test_samples_are_read_only test_metrics_and_configuration_are_read_only test_losses_are_values
-        test_draws_are_independent
+        test_draws_are_independent test_samples_of_an_earlier_call_are_left_alone
         test_advantages_change_nothing test_the_state_is_a_copy test_a_batch_is_read_only
     """,
     PROCESS: """
@@ -96,6 +97,8 @@ _TESTS: Mapping[str, str] = {
         test_expects_the_names_of_the_model_directory test_record_is_the_one_that_is_registered
         test_a_replica_that_missed_a_sync_takes_it_later
         test_is_an_environment test_only_declared_handles_are_asked
+        test_the_record_is_consistent test_arguments_import_no_engine test_a_flow_can_make_the_call
+        test_the_role_gets_the_tokens_that_are_declared
         test_is_a_kind_of_examples test_has_samples_is_true
         test_groups_matter_only_if_declared test_only_declared_fields_are_read test_options_are_described_and_strict
     """,
@@ -115,7 +118,8 @@ _TESTS: Mapping[str, str] = {
         test_an_update_that_fails_leaves_no_gradients test_a_closed_reward_is_not_healthy
         test_a_loss_that_is_not_finite_is_refused
         test_odd_samples_are_marked_not_raised test_no_samples_no_results test_a_bad_row_is_an_error_with_a_reason
-        test_odd_rows_are_taken_or_refused
+        test_odd_rows_are_taken_or_refused test_an_error_of_the_role_is_not_hidden test_odd_values_are_refused
+        test_missing_outputs_are_refused test_a_sample_without_tokens_is_passed_over
         test_odd_values_are_taken_or_refused test_missing_columns_are_taken_or_refused test_odd_metrics_are_taken
         test_a_failing_sender_reaches_the_receivers test_a_failing_loader_fails_its_replica_only
         test_a_silent_sender_is_a_timeout_that_names_it test_a_foreign_offer_is_refused
@@ -128,6 +132,7 @@ _TESTS: Mapping[str, str] = {
         test_calls_may_overlap test_a_cancelled_call_leaves_it_usable test_equal_ids_get_their_own_completions
         test_a_cancelled_request_leaves_the_others_alone test_a_slow_trainer_does_not_block_the_event_loop
         test_the_event_loop_stays_free test_cancellation_reaches_the_caller test_streaming_is_on_the_event_loop
+        test_two_roles_do_not_mix test_when_samples_come_does_not_matter
         test_lists_of_every_kind_are_taken test_a_row_is_interpreted_by_itself
         test_a_cancelled_receiver_ends_as_cancelled
         test_concurrent_rollouts_are_independent test_a_cancelled_rollout_ends
@@ -140,6 +145,7 @@ _TESTS: Mapping[str, str] = {
         test_a_rollout_is_the_one_that_was_ordered test_tokens_are_those_that_were_sampled
         test_the_loss_mask_covers_sampled_tokens
         test_weights_are_numbers_one_for_each_token
+        test_stores_what_is_declared_and_nothing_else test_data_are_named_after_the_role_or_the_argument
         test_rows_become_their_samples test_samples_are_those_of_the_draw test_samples_can_be_trained_on
     """,
     TRANSPORT: """

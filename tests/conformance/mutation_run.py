@@ -41,6 +41,7 @@ import dataset_mutants  # noqa: E402
 import engine_mutants  # noqa: E402
 import environment_mutants  # noqa: E402
 import example_kind_mutants  # noqa: E402
+import flow_method_mutants  # noqa: E402
 import generator_mutants  # noqa: E402
 import logger_mutants  # noqa: E402
 import reward_mutants  # noqa: E402
@@ -87,6 +88,7 @@ TEMPLATE_MUTANTS = (
     *dataset_mutants.MUTANTS,
     *environment_mutants.MUTANTS,
     *example_kind_mutants.MUTANTS,
+    *flow_method_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
     *reward_mutants.MUTANTS,

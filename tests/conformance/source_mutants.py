@@ -23,6 +23,7 @@ HOOKS: Mapping[str, str] = {
     "dataset": "chatlearn_datasets",
     "environment": "chatlearn_environments",
     "example_kind": "chatlearn_example_kinds",
+    "flow_method": "chatlearn_flow_methods",
     "generator": "chatlearn_generators",
     "logger": "chatlearn_loggers",
     "reward": "chatlearn_rewards",

@@ -10,6 +10,7 @@ import algorithm_mutants
 import dataset_mutants
 import environment_mutants
 import example_kind_mutants
+import flow_method_mutants
 import logger_mutants
 import pytest
 import sampler_mutants
@@ -99,6 +100,7 @@ def test_every_suite_has_mutants() -> None:
         *dataset_mutants.MUTANTS,
         *environment_mutants.MUTANTS,
         *example_kind_mutants.MUTANTS,
+        *flow_method_mutants.MUTANTS,
         *logger_mutants.MUTANTS,
         *sampler_mutants.MUTANTS,
     )

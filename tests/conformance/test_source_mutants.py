@@ -16,6 +16,7 @@ import aggregation_mutants
 import dataset_mutants
 import environment_mutants
 import example_kind_mutants
+import flow_method_mutants
 import generator_mutants
 import logger_mutants
 import numpy as np
@@ -38,6 +39,7 @@ MUTANTS = (
     *dataset_mutants.MUTANTS,
     *environment_mutants.MUTANTS,
     *example_kind_mutants.MUTANTS,
+    *flow_method_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
@@ -50,6 +52,7 @@ KINDS: tuple[Kind, ...] = (
     "dataset",
     "environment",
     "example_kind",
+    "flow_method",
     "generator",
     "logger",
     "reward",

@@ -39,7 +39,11 @@ def test_every_algorithm_is_tested() -> None:
 
 PARTS = {
     f"{record.kind}/{record.name}": record
-    for record in (*plugin.chatlearn_aggregations(), *plugin.chatlearn_example_kinds())
+    for record in (
+        *plugin.chatlearn_aggregations(),
+        *plugin.chatlearn_example_kinds(),
+        *plugin.chatlearn_flow_methods(),
+    )
 }
 
 

@@ -126,7 +126,8 @@ def test_all_are_listed_and_their_own_tests_pass(tmp_path: Path) -> None:
     listed = run(sys.executable, "-m", "chatlearn_cli.main", "plugins", "list", path=site).stdout
     rows = {tuple(line.split()[:5]) for line in listed.splitlines()}
     for kind in TEMPLATE_KINDS:
-        assert (kind, "zed", f"zed-{kind.replace('_', '-')}", "0.1.0", "ok") in rows, listed
+        name = "trainer.zed" if kind == "flow_method" else "zed"
+        assert (kind, name, f"zed-{kind.replace('_', '-')}", "0.1.0", "ok") in rows, listed
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-c", os.devnull, "--import-mode=importlib")
     tests = run(sys.executable, "-m", "pytest", *options, str(out), path=site)
     assert tests.returncode == 0, tests.stdout + tests.stderr

@@ -70,6 +70,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
             ExampleKindCase(RawExample("2+2?", completions=("4", "5", "6"), ranks=(2.0, 1.0, 0.0)), None),
         )
     },
+    "flow_method/trainer.text_logprobs": {"arguments": {"student": "trainer"}},
     "aggregation/token_mean": {"cases": _weighed(1 / 6, 1 / 6, 1 / 6)},
     "aggregation/seq_mean_token_mean": {"cases": _weighed(1 / 6, 1 / 3, 1 / 9)},
     "aggregation/seq_mean_token_sum": {"cases": _weighed(1 / 3, 1 / 3, 1 / 3)},

@@ -28,6 +28,7 @@ from chatlearn_testing.suites import (
     DatasetConformance,
     EnvironmentConformance,
     ExampleKindConformance,
+    FlowMethodConformance,
     GeneratorConformance,
     LoggerConformance,
     RewardConformance,
@@ -55,6 +56,7 @@ SUITES: Mapping[str, type[ConformanceSuite]] = {
         EnvironmentConformance,
         AggregationConformance,
         ExampleKindConformance,
+        FlowMethodConformance,
     )
 }
 TEST_FILE = """\

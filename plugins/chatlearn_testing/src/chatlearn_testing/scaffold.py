@@ -38,6 +38,7 @@ class TemplateKind(StrEnum):
     environment = "environment"
     aggregation = "aggregation"
     example_kind = "example_kind"
+    flow_method = "flow_method"
 
 
 TEMPLATE_KINDS = tuple(kind.value for kind in TemplateKind)

@@ -45,6 +45,7 @@ SUITE_NAMES: Mapping[Kind, str] = {
     "environment": "EnvironmentConformance",
     "aggregation": "AggregationConformance",
     "example_kind": "ExampleKindConformance",
+    "flow_method": "FlowMethodConformance",
 }
 """Classes of ``chatlearn_testing.suites``, whose import takes seconds."""
 CASES: Mapping[Kind, str] = {

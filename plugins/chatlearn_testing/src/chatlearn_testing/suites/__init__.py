@@ -6,6 +6,7 @@ from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.dataset import DatasetConformance, RowCase
 from chatlearn_testing.suites.environment import EnvironmentCase, EnvironmentConformance
 from chatlearn_testing.suites.example_kind import ExampleKindCase, ExampleKindConformance
+from chatlearn_testing.suites.flow_method import FlowMethodConformance
 from chatlearn_testing.suites.generator import GeneratorConformance
 from chatlearn_testing.suites.logger import LoggerConformance
 from chatlearn_testing.suites.reward import RewardCase, RewardConformance
@@ -24,6 +25,7 @@ __all__ = [
     "EnvironmentConformance",
     "ExampleKindCase",
     "ExampleKindConformance",
+    "FlowMethodConformance",
     "GeneratorConformance",
     "LoggerConformance",
     "RewardCase",
