@@ -19,6 +19,7 @@ NAMES = (
     "flow_method_mutants",
     "generator_mutants",
     "logger_mutants",
+    "output_mutants",
     "reward_mutants",
     "sampler_mutants",
     "trainer_mutants",

@@ -57,7 +57,8 @@ DIVIDED = """async def divided(call, requests):
     from acme_plugin.flow_method import mean_logprobs
     await mean_logprobs(call, requests)
     for request in requests:
-        request.filled.sequence_data[call.node.fields[-1]] /= len(requests)
+        if request.filled.loss_mask.any():
+            request.filled.sequence_data[call.node.fields[-1]] /= len(requests)
 
 
 """

@@ -34,6 +34,7 @@ _TESTS: Mapping[str, str] = {
         test_outputs_do_not_depend_on_micro_batches test_outputs_do_not_depend_on_packing
         test_update_does_not_depend_on_micro_batches
         test_cases_end_as_expected
+        test_values_do_not_depend_on_packing
         test_values_are_as_expected test_outputs_are_those_of_the_role test_the_same_samples_get_the_same
         test_tokens_get_their_weights test_the_order_of_sequences_does_not_matter test_long_sequences_are_weighed
         test_weights_depend_on_the_mini_batch_alone test_names_and_numbers_of_groups_do_not_matter
@@ -97,6 +98,7 @@ _TESTS: Mapping[str, str] = {
         test_expects_the_names_of_the_model_directory test_record_is_the_one_that_is_registered
         test_a_replica_that_missed_a_sync_takes_it_later
         test_is_an_environment test_only_declared_handles_are_asked
+        test_the_bounds_are_those_of_the_values test_flows_that_ask_for_it_can_name_its_arguments
         test_the_record_is_consistent test_arguments_import_no_engine test_a_flow_can_make_the_call
         test_the_role_gets_the_tokens_that_are_declared
         test_is_a_kind_of_examples test_has_samples_is_true
@@ -145,6 +147,7 @@ _TESTS: Mapping[str, str] = {
         test_a_rollout_is_the_one_that_was_ordered test_tokens_are_those_that_were_sampled
         test_the_loss_mask_covers_sampled_tokens
         test_weights_are_numbers_one_for_each_token
+        test_values_pass test_masked_is_true
         test_stores_what_is_declared_and_nothing_else test_data_are_named_after_the_role_or_the_argument
         test_rows_become_their_samples test_samples_are_those_of_the_draw test_samples_can_be_trained_on
     """,

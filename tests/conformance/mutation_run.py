@@ -44,6 +44,7 @@ import example_kind_mutants  # noqa: E402
 import flow_method_mutants  # noqa: E402
 import generator_mutants  # noqa: E402
 import logger_mutants  # noqa: E402
+import output_mutants  # noqa: E402
 import reward_mutants  # noqa: E402
 import sampler_mutants  # noqa: E402
 import trainer_mutants  # noqa: E402
@@ -91,6 +92,7 @@ TEMPLATE_MUTANTS = (
     *flow_method_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
+    *output_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
     *sampler_mutants.MUTANTS,
     *trainer_mutants.MUTANTS,

@@ -26,6 +26,7 @@ HOOKS: Mapping[str, str] = {
     "flow_method": "chatlearn_flow_methods",
     "generator": "chatlearn_generators",
     "logger": "chatlearn_loggers",
+    "output": "chatlearn_outputs",
     "reward": "chatlearn_rewards",
     "sampler": "chatlearn_samplers",
     "trainer": "chatlearn_trainers",

@@ -12,6 +12,7 @@ import environment_mutants
 import example_kind_mutants
 import flow_method_mutants
 import logger_mutants
+import output_mutants
 import pytest
 import sampler_mutants
 from conformance_mutants import MUTANTS, Mutant
@@ -102,6 +103,7 @@ def test_every_suite_has_mutants() -> None:
         *example_kind_mutants.MUTANTS,
         *flow_method_mutants.MUTANTS,
         *logger_mutants.MUTANTS,
+        *output_mutants.MUTANTS,
         *sampler_mutants.MUTANTS,
     )
     kinds = {mutant.kind for mutant in (*MUTANTS, *of_templates)}

@@ -20,6 +20,7 @@ import flow_method_mutants
 import generator_mutants
 import logger_mutants
 import numpy as np
+import output_mutants
 import pytest
 import reward_mutants
 import sampler_mutants
@@ -42,6 +43,7 @@ MUTANTS = (
     *flow_method_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
+    *output_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
     *sampler_mutants.MUTANTS,
     *trainer_mutants.MUTANTS,
@@ -55,6 +57,7 @@ KINDS: tuple[Kind, ...] = (
     "flow_method",
     "generator",
     "logger",
+    "output",
     "reward",
     "sampler",
     "trainer",

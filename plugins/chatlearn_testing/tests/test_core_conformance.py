@@ -10,7 +10,8 @@ from chatlearn_testing.core_conformance import SETTINGS
 
 RECORDS = {
     f"{record.kind}/{record.name}": record
-    for record in (*builtin.chatlearn_example_kinds(), *builtin.chatlearn_flow_methods())
+    for records in (builtin.chatlearn_example_kinds, builtin.chatlearn_flow_methods, builtin.chatlearn_outputs)
+    for record in records()
 }
 
 

@@ -31,6 +31,7 @@ from chatlearn_testing.suites import (
     FlowMethodConformance,
     GeneratorConformance,
     LoggerConformance,
+    OutputConformance,
     RewardConformance,
     RuntimeConformance,
     SamplerConformance,
@@ -57,6 +58,7 @@ SUITES: Mapping[str, type[ConformanceSuite]] = {
         AggregationConformance,
         ExampleKindConformance,
         FlowMethodConformance,
+        OutputConformance,
     )
 }
 TEST_FILE = """\

@@ -39,6 +39,7 @@ class TemplateKind(StrEnum):
     aggregation = "aggregation"
     example_kind = "example_kind"
     flow_method = "flow_method"
+    output = "output"
 
 
 TEMPLATE_KINDS = tuple(kind.value for kind in TemplateKind)

@@ -46,6 +46,7 @@ SUITE_NAMES: Mapping[Kind, str] = {
     "aggregation": "AggregationConformance",
     "example_kind": "ExampleKindConformance",
     "flow_method": "FlowMethodConformance",
+    "output": "OutputConformance",
 }
 """Classes of ``chatlearn_testing.suites``, whose import takes seconds."""
 CASES: Mapping[Kind, str] = {

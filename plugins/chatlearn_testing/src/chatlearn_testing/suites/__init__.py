@@ -9,6 +9,7 @@ from chatlearn_testing.suites.example_kind import ExampleKindCase, ExampleKindCo
 from chatlearn_testing.suites.flow_method import FlowMethodConformance
 from chatlearn_testing.suites.generator import GeneratorConformance
 from chatlearn_testing.suites.logger import LoggerConformance
+from chatlearn_testing.suites.output import OutputConformance
 from chatlearn_testing.suites.reward import RewardCase, RewardConformance
 from chatlearn_testing.suites.runtime import RuntimeConformance
 from chatlearn_testing.suites.sampler import SamplerConformance
@@ -28,6 +29,7 @@ __all__ = [
     "FlowMethodConformance",
     "GeneratorConformance",
     "LoggerConformance",
+    "OutputConformance",
     "RewardCase",
     "RewardConformance",
     "RowCase",
