@@ -20,6 +20,7 @@ NAMES = (
     "generator_mutants",
     "logger_mutants",
     "output_mutants",
+    "reader_mutants",
     "reward_mutants",
     "sampler_mutants",
     "trainer_mutants",

@@ -87,6 +87,7 @@ _TESTS: Mapping[str, str] = {
         test_the_process_and_the_data_stay_as_they_were test_samplers_share_nothing
         test_closing_a_trainer_leaves_nothing
         test_the_process_and_the_prompt_stay_as_they_were
+        test_reading_is_lazy_and_closes_the_file test_files_are_left_as_they_are
     """,
     PROMISES: """
         test_tokens_are_scored_or_refused test_reach_is_what_the_record_says test_another_process_is_reached
@@ -98,6 +99,7 @@ _TESTS: Mapping[str, str] = {
         test_expects_the_names_of_the_model_directory test_record_is_the_one_that_is_registered
         test_a_replica_that_missed_a_sync_takes_it_later
         test_is_an_environment test_only_declared_handles_are_asked
+        test_is_a_reader test_the_split_is_ignored_by_files
         test_the_bounds_are_those_of_the_values test_flows_that_ask_for_it_can_name_its_arguments
         test_the_record_is_consistent test_arguments_import_no_engine test_a_flow_can_make_the_call
         test_the_role_gets_the_tokens_that_are_declared
@@ -120,6 +122,7 @@ _TESTS: Mapping[str, str] = {
         test_an_update_that_fails_leaves_no_gradients test_a_closed_reward_is_not_healthy
         test_a_loss_that_is_not_finite_is_refused
         test_odd_samples_are_marked_not_raised test_no_samples_no_results test_a_bad_row_is_an_error_with_a_reason
+        test_unreadable_files_are_errors_that_name_them test_damaged_files_are_read_or_refused
         test_odd_rows_are_taken_or_refused test_an_error_of_the_role_is_not_hidden test_odd_values_are_refused
         test_missing_outputs_are_refused test_a_sample_without_tokens_is_passed_over
         test_odd_values_are_taken_or_refused test_missing_columns_are_taken_or_refused test_odd_metrics_are_taken
@@ -134,6 +137,7 @@ _TESTS: Mapping[str, str] = {
         test_calls_may_overlap test_a_cancelled_call_leaves_it_usable test_equal_ids_get_their_own_completions
         test_a_cancelled_request_leaves_the_others_alone test_a_slow_trainer_does_not_block_the_event_loop
         test_the_event_loop_stays_free test_cancellation_reaches_the_caller test_streaming_is_on_the_event_loop
+        test_a_file_may_be_read_twice
         test_two_roles_do_not_mix test_when_samples_come_does_not_matter
         test_lists_of_every_kind_are_taken test_a_row_is_interpreted_by_itself
         test_a_cancelled_receiver_ends_as_cancelled
@@ -147,6 +151,7 @@ _TESTS: Mapping[str, str] = {
         test_a_rollout_is_the_one_that_was_ordered test_tokens_are_those_that_were_sampled
         test_the_loss_mask_covers_sampled_tokens
         test_weights_are_numbers_one_for_each_token
+        test_files_give_their_rows test_rows_are_mappings_or_located test_places_tell_rows_apart
         test_values_pass test_masked_is_true
         test_stores_what_is_declared_and_nothing_else test_data_are_named_after_the_role_or_the_argument
         test_rows_become_their_samples test_samples_are_those_of_the_draw test_samples_can_be_trained_on

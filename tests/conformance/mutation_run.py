@@ -45,6 +45,7 @@ import flow_method_mutants  # noqa: E402
 import generator_mutants  # noqa: E402
 import logger_mutants  # noqa: E402
 import output_mutants  # noqa: E402
+import reader_mutants  # noqa: E402
 import reward_mutants  # noqa: E402
 import sampler_mutants  # noqa: E402
 import trainer_mutants  # noqa: E402
@@ -93,6 +94,7 @@ TEMPLATE_MUTANTS = (
     *generator_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
     *output_mutants.MUTANTS,
+    *reader_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
     *sampler_mutants.MUTANTS,
     *trainer_mutants.MUTANTS,

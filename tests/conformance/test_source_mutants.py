@@ -22,6 +22,7 @@ import logger_mutants
 import numpy as np
 import output_mutants
 import pytest
+import reader_mutants
 import reward_mutants
 import sampler_mutants
 import torch
@@ -29,7 +30,6 @@ import trainer_mutants
 import weight_sync_mutants
 from source_mutants import TEMPLATE, SourceMutant, source_of, suite_of, write_mutant
 
-from chatlearn_core.plugins.records import Kind
 from chatlearn_testing.check import Results, run_suites
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 
@@ -44,12 +44,13 @@ MUTANTS = (
     *generator_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
     *output_mutants.MUTANTS,
+    *reader_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
     *sampler_mutants.MUTANTS,
     *trainer_mutants.MUTANTS,
     *weight_sync_mutants.MUTANTS,
 )
-KINDS: tuple[Kind, ...] = (
+KINDS: tuple[str, ...] = (
     "aggregation",
     "dataset",
     "environment",
@@ -58,6 +59,7 @@ KINDS: tuple[Kind, ...] = (
     "generator",
     "logger",
     "output",
+    "reader",
     "reward",
     "sampler",
     "trainer",
@@ -93,7 +95,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def check(kind: Kind, package: Path, select: tuple[str, ...] = ()) -> Results:
+def check(kind: str, package: Path, select: tuple[str, ...] = ()) -> Results:
     """Run the suite on the record that the package registers, with the package's own settings and model."""
     importlib.invalidate_caches()
     key, suite = suite_of(kind, package.name, package.parent / "model")
@@ -102,7 +104,7 @@ def check(kind: Kind, package: Path, select: tuple[str, ...] = ()) -> Results:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_original_passes(kind: Kind, package: Path) -> None:
+def test_the_original_passes(kind: str, package: Path) -> None:
     shutil.copytree(source_of(kind, TEMPLATE), package)
     results = check(kind, package)
     assert results.conforms, "\n".join(f"{verdict.test}: {verdict.reason}" for verdict in results.of("failed"))

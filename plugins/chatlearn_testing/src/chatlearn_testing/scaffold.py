@@ -25,7 +25,7 @@ from chatlearn_core.plugins.validation import name_problem
 
 
 class TemplateKind(StrEnum):
-    """Kinds of plugins with a template."""
+    """Kinds of plugins with a template; a ``reader`` is a dataset that reads files (``DatasetSpec.reads``)."""
 
     trainer = "trainer"
     generator = "generator"
@@ -40,6 +40,7 @@ class TemplateKind(StrEnum):
     example_kind = "example_kind"
     flow_method = "flow_method"
     output = "output"
+    reader = "reader"
 
 
 TEMPLATE_KINDS = tuple(kind.value for kind in TemplateKind)

@@ -47,8 +47,11 @@ SUITE_NAMES: Mapping[Kind, str] = {
     "example_kind": "ExampleKindConformance",
     "flow_method": "FlowMethodConformance",
     "output": "OutputConformance",
+    "cli_command": "CliCommandConformance",
 }
 """Classes of ``chatlearn_testing.suites``, whose import takes seconds."""
+READER_SUITE = "ReaderConformance"
+"""The suite of datasets that read files."""
 CASES: Mapping[Kind, str] = {
     "reward": "samples with known rewards",
     "dataset": "rows with known examples",
@@ -156,6 +159,11 @@ def check_record(registry: PluginRegistry, record: PluginRecord) -> Check:
     return found
 
 
+def is_reader(record: PluginRecord) -> bool:
+    """Whether a record is of a reader of files, which gives rows and no format of them."""
+    return isinstance(record, DatasetSpec) and bool(record.reads)
+
+
 def takes_any_argument(record: PluginRecord) -> bool:
     """Whether a record is a flow method that calls a user's function, whose signature the arguments must fit."""
     return isinstance(record, FlowMethodSpec) and record.role_kind == "function"
@@ -174,12 +182,11 @@ def check_suite(
     Args:
         package: has the module with the settings.
     """
-    if record.kind not in SUITE_NAMES or (isinstance(record, DatasetSpec) and record.reads):
-        what = f"the kind {record.kind}" if record.kind not in SUITE_NAMES else "readers of files"
-        none = Check(record.kind, record.name, "none", not_run=f"there is no suite for {what}")
+    if record.kind not in SUITE_NAMES:
+        none = Check(record.kind, record.name, "none", not_run=f"there is no suite for the kind {record.kind}")
         report("check", asdict(none))
         return
-    found = Check(record.kind, record.name, SUITE_NAMES[record.kind])
+    found = Check(record.kind, record.name, READER_SUITE if is_reader(record) else SUITE_NAMES[record.kind])
     key = f"{record.kind}/{record.name}"
     try:
         settings = dict(load_settings(package).get(key, {}))
@@ -224,7 +231,8 @@ def missing_settings(
         if not reference:
             return f"nothing to compare with: give --reference, or 'load_reference' in {where}"
     if record.kind in CASES and "cases" not in settings:
-        return f"no {CASES[record.kind]}: give 'cases' in {where}"
+        what = "files with known rows" if is_reader(record) else CASES[record.kind]
+        return f"no {what}: give 'cases' in {where}"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from chatlearn_testing.suites.aggregation import AggregationCase, AggregationConformance
 from chatlearn_testing.suites.algorithm import AlgorithmConformance
+from chatlearn_testing.suites.cli_command import CliCommandConformance
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.dataset import DatasetConformance, RowCase
 from chatlearn_testing.suites.environment import EnvironmentCase, EnvironmentConformance
@@ -10,6 +11,7 @@ from chatlearn_testing.suites.flow_method import FlowMethodConformance
 from chatlearn_testing.suites.generator import GeneratorConformance
 from chatlearn_testing.suites.logger import LoggerConformance
 from chatlearn_testing.suites.output import OutputConformance
+from chatlearn_testing.suites.reader import ReaderCase, ReaderConformance
 from chatlearn_testing.suites.reward import RewardCase, RewardConformance
 from chatlearn_testing.suites.runtime import RuntimeConformance
 from chatlearn_testing.suites.sampler import SamplerConformance
@@ -20,6 +22,7 @@ __all__ = [
     "AggregationCase",
     "AggregationConformance",
     "AlgorithmConformance",
+    "CliCommandConformance",
     "ConformanceSuite",
     "DatasetConformance",
     "EnvironmentCase",
@@ -30,6 +33,8 @@ __all__ = [
     "GeneratorConformance",
     "LoggerConformance",
     "OutputConformance",
+    "ReaderCase",
+    "ReaderConformance",
     "RewardCase",
     "RewardConformance",
     "RowCase",
