@@ -10,6 +10,7 @@ NAMES = (
     "source_mutants",
     "aggregation_mutants",
     "algorithm_mutants",
+    "cli_command_mutants",
     "conformance_mutants",
     "dataset_mutants",
     "mutant_groups",

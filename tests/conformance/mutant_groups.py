@@ -99,6 +99,7 @@ _TESTS: Mapping[str, str] = {
         test_expects_the_names_of_the_model_directory test_record_is_the_one_that_is_registered
         test_a_replica_that_missed_a_sync_takes_it_later
         test_is_an_environment test_only_declared_handles_are_asked
+        test_no_other_command_has_the_name test_importing_it_imports_no_engine
         test_is_a_reader test_the_split_is_ignored_by_files
         test_the_bounds_are_those_of_the_values test_flows_that_ask_for_it_can_name_its_arguments
         test_the_record_is_consistent test_arguments_import_no_engine test_a_flow_can_make_the_call
@@ -122,6 +123,7 @@ _TESTS: Mapping[str, str] = {
         test_an_update_that_fails_leaves_no_gradients test_a_closed_reward_is_not_healthy
         test_a_loss_that_is_not_finite_is_refused
         test_odd_samples_are_marked_not_raised test_no_samples_no_results test_a_bad_row_is_an_error_with_a_reason
+        test_unknown_options_are_refused
         test_unreadable_files_are_errors_that_name_them test_damaged_files_are_read_or_refused
         test_odd_rows_are_taken_or_refused test_an_error_of_the_role_is_not_hidden test_odd_values_are_refused
         test_missing_outputs_are_refused test_a_sample_without_tokens_is_passed_over
@@ -151,6 +153,8 @@ _TESTS: Mapping[str, str] = {
         test_a_rollout_is_the_one_that_was_ordered test_tokens_are_those_that_were_sampled
         test_the_loss_mask_covers_sampled_tokens
         test_weights_are_numbers_one_for_each_token
+        test_the_name_and_the_help_are_well_formed test_help_explains_the_command test_options_are_explained
+        test_narrow_terminals_and_plain_ones_are_served
         test_files_give_their_rows test_rows_are_mappings_or_located test_places_tell_rows_apart
         test_values_pass test_masked_is_true
         test_stores_what_is_declared_and_nothing_else test_data_are_named_after_the_role_or_the_argument

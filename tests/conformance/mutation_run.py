@@ -37,6 +37,7 @@ sys.path[:0] = [str(HERE), str(ROOT / "benchmarks")]
 
 import aggregation_mutants  # noqa: E402
 import algorithm_mutants  # noqa: E402
+import cli_command_mutants  # noqa: E402
 import dataset_mutants  # noqa: E402
 import engine_mutants  # noqa: E402
 import environment_mutants  # noqa: E402
@@ -87,6 +88,7 @@ TEMPLATE_MUTANTS = (
         SourceMutant("algorithm", m.name, f"{m.file}.py", m.old, m.new, m.caught_by, m.also)
         for m in algorithm_mutants.MUTANTS
     ),
+    *cli_command_mutants.MUTANTS,
     *dataset_mutants.MUTANTS,
     *environment_mutants.MUTANTS,
     *example_kind_mutants.MUTANTS,

@@ -20,6 +20,7 @@ TEMPLATE = "acme_plugin"
 HOOKS: Mapping[str, str] = {
     "aggregation": "chatlearn_aggregations",
     "algorithm": "chatlearn_algorithms",
+    "cli_command": "chatlearn_cli_commands",
     "dataset": "chatlearn_datasets",
     "environment": "chatlearn_environments",
     "example_kind": "chatlearn_example_kinds",

@@ -7,6 +7,7 @@ from typing import Any
 
 import aggregation_mutants
 import algorithm_mutants
+import cli_command_mutants
 import dataset_mutants
 import environment_mutants
 import example_kind_mutants
@@ -98,6 +99,7 @@ def test_the_original_passes(
 def test_every_suite_has_mutants() -> None:
     of_templates = (
         *aggregation_mutants.MUTANTS,
+        *cli_command_mutants.MUTANTS,
         *dataset_mutants.MUTANTS,
         *environment_mutants.MUTANTS,
         *example_kind_mutants.MUTANTS,

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import aggregation_mutants
+import cli_command_mutants
 import dataset_mutants
 import environment_mutants
 import example_kind_mutants
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.slow
 
 MUTANTS = (
     *aggregation_mutants.MUTANTS,
+    *cli_command_mutants.MUTANTS,
     *dataset_mutants.MUTANTS,
     *environment_mutants.MUTANTS,
     *example_kind_mutants.MUTANTS,
@@ -52,6 +54,7 @@ MUTANTS = (
 )
 KINDS: tuple[str, ...] = (
     "aggregation",
+    "cli_command",
     "dataset",
     "environment",
     "example_kind",

@@ -41,6 +41,7 @@ class TemplateKind(StrEnum):
     flow_method = "flow_method"
     output = "output"
     reader = "reader"
+    cli_command = "cli_command"
 
 
 TEMPLATE_KINDS = tuple(kind.value for kind in TemplateKind)

@@ -34,7 +34,8 @@ from chatlearn_core.plugins.records import CliCommandSpec
 record = CliCommandSpec(**json.loads(sys.argv[1]))
 found = []
 def walk(command, path):
-    options = [p.opts[0] for p in command.params if p.opts and p.opts[0].startswith("-") and not p.hidden and not p.help]
+    options = [p for p in command.params if p.opts and p.opts[0].startswith("-") and not p.hidden]
+    options = [p.opts[0] for p in options if not p.help]
     found.append([path, command.get_short_help_str(200), options])
     for name, below in getattr(command, "commands", {}).items():
         walk(below, [*path, name])
