@@ -13,7 +13,7 @@ class TestConformance(OutputConformance):
 
 
 class TestFlowMethod(FlowMethodConformance):
-    backend = "trainer.acme"
+    backend = "trainer.acme_values"
 
 
 def test_the_margin_is_the_difference_of_two_logits() -> None:

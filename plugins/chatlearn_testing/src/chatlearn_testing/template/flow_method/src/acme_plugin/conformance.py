@@ -18,10 +18,14 @@ def expected(samples: Sequence[Sample], role: Any) -> list[Mapping[str, Any]]:
         with torch.no_grad():
             outputs = role.outputs(pack_samples([sample]), OutputRequest(frozenset({"logprobs"}), TEMPERATURE))
         logprobs = outputs["logprobs"].numpy()
-        made.append({"own_logprobs": logprobs, "own_acme": logprobs[sample.loss_mask].mean()})
+        mean = logprobs[sample.loss_mask].mean()
+        made.append({"own_logprobs": logprobs, "own_acme": mean})
     return made
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "flow_method/trainer.acme": {"arguments": {"temperature": TEMPERATURE}, "expected": expected},
+    "flow_method/trainer.acme": {
+        "arguments": {"temperature": TEMPERATURE},
+        "expected": expected,
+    },
 }

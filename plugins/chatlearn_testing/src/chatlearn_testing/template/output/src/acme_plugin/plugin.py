@@ -27,10 +27,10 @@ def chatlearn_outputs() -> Iterable[OutputSpec]:
 
 @hookimpl
 def chatlearn_flow_methods() -> Iterable[FlowMethodSpec]:
-    """Register the method with which flows ask a trainer role for it: ``m.policy.acme(samples)``."""
+    """Register the method with which flows ask a trainer role for it: ``m.policy.acme_values(samples)``."""
     return [
         FlowMethodSpec(
-            name="trainer.acme",
+            name="trainer.acme_values",
             summary="Nats between the two likeliest tokens at each position.",
             arguments="chatlearn_core.flow.arguments:ComputeArguments",
             outputs=("acme",),
