@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
+import json
+import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,11 +22,12 @@ from chatlearn_core.exceptions import ChatLearnError, PluginError
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.exits import CODE_FIELDS
 from chatlearn_core.plugins.import_string import resolve_import_string
-from chatlearn_core.plugins.loader import describe
+from chatlearn_core.plugins.loader import describe, discover_plugins
 from chatlearn_core.plugins.markers import PROJECT
 from chatlearn_core.plugins.records import DatasetSpec, FlowMethodSpec, Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.sources import CORE
+from chatlearn_core.plugins.validation import record_problems
 
 STACK_SIGNAL = signal.SIGUSR2
 """Signal on which the child writes the stacks of its threads."""
@@ -156,6 +161,10 @@ def check_record(registry: PluginRegistry, record: PluginRecord) -> Check:
                 f"unknown {attribute} are errors: {getattr(record, attribute)} ignores a misspelled one; "
                 'set model_config = ConfigDict(extra="forbid")'
             )
+    if not found.passed and not found.failures:  # a record alone, which names no code
+        found.passed = 1
+        if problems := record_problems(record):
+            found.passed, found.failures = 0, problems
     return found
 
 
@@ -267,3 +276,24 @@ def package_of(record: PluginRecord, distribution: str) -> str:
 
 def _is_of(point: metadata.EntryPoint, distribution: str) -> bool:
     return point.dist is not None and canonicalize_name(point.dist.name) == canonicalize_name(distribution)
+
+
+def main() -> None:
+    """Run in the child process: read the job from standard input and report JSON lines."""
+    job = json.loads(sys.stdin.buffer.read())
+    sys.path[:] = job["path"]
+    faulthandler.register(STACK_SIGNAL, file=job["stacks"], all_threads=True)
+
+    def report(kind: str, *content: Any) -> None:
+        line = json.dumps([kind, *content]) + "\n"
+        with os.fdopen(os.dup(job["report"]), "wb") as pipe:
+            pipe.write(line.encode())
+
+    registry = discover_plugins()
+    entries = {f"{entry.kind}/{entry.name}": entry for entry in entries_in(registry, job["distribution"])}
+    model = Path(job["model"]) if job["model"] is not None else None
+    for number, (key, done) in enumerate(job["entries"]):
+        report("entry", number)
+        check_entry(registry, entries[key], model, job["reference"], report, done)
+    report("end")
+    os._exit(0)  # plugins may have left threads that would block a normal exit
