@@ -38,6 +38,10 @@ _TESTS: Mapping[str, str] = {
         test_facts_are_those_of_the_cases test_values_are_those_expected test_values_stay_within_the_bounds
         test_decisions_are_those_of_the_cases test_samples_of_the_cases_are_treated_as_expected
         test_the_order_of_samples_does_not_matter
+        test_values_do_not_depend_on_packing
+        test_values_are_as_expected test_outputs_are_those_of_the_role test_the_same_samples_get_the_same
+        test_tokens_get_their_weights test_the_order_of_sequences_does_not_matter test_long_sequences_are_weighed
+        test_weights_depend_on_the_mini_batch_alone test_names_and_numbers_of_groups_do_not_matter
     """,
     SEEDS: """
         test_draws_of_a_mixed_batch_follow_each_requests_distribution test_successive_tokens_are_drawn_independently
@@ -83,6 +87,7 @@ _TESTS: Mapping[str, str] = {
         test_advantages_change_nothing test_the_state_is_a_copy test_a_batch_is_read_only test_arguments_are_read_only
         test_the_environment_is_read_only
         test_conversations_are_read_only test_a_question_is_read_only
+        test_draws_are_independent test_samples_of_an_earlier_call_are_left_alone
         test_advantages_change_nothing test_the_state_is_a_copy test_a_batch_is_read_only
     """,
     PROCESS: """
@@ -92,6 +97,8 @@ _TESTS: Mapping[str, str] = {
         test_closing_a_trainer_leaves_nothing
         test_the_process_and_the_prompt_stay_as_they_were test_it_reads_the_given_variables_alone
         test_the_process_and_the_prompt_stay_as_they_were test_objects_share_nothing
+        test_the_process_and_the_prompt_stay_as_they_were
+        test_reading_is_lazy_and_closes_the_file test_files_are_left_as_they_are
     """,
     PROMISES: """
         test_tokens_are_scored_or_refused test_reach_is_what_the_record_says test_another_process_is_reached
@@ -109,11 +116,19 @@ _TESTS: Mapping[str, str] = {
         test_a_tokenizer_has_its_methods test_nothing_heavy_is_imported_before_a_run
         test_a_renderer_has_the_policy_it_was_made_with
         test_has_the_methods_of_its_protocol test_reads_only_what_it_declares test_options_are_described_and_strict
+        test_no_other_command_has_the_name test_importing_it_imports_no_engine
+        test_is_a_reader test_the_split_is_ignored_by_files
+        test_the_bounds_are_those_of_the_values test_flows_that_ask_for_it_can_name_its_arguments
+        test_the_record_is_consistent test_arguments_import_no_engine test_a_flow_can_make_the_call
+        test_the_role_gets_the_tokens_that_are_declared
+        test_is_a_kind_of_examples test_has_samples_is_true
+        test_groups_matter_only_if_declared test_only_declared_fields_are_read test_options_are_described_and_strict
     """,
     CHECKPOINTS: """
         test_several_updates_are_resumed test_a_used_directory_holds_the_last_checkpoint
         test_a_checkpoint_of_another_model_is_refused test_save_and_load_continue_bit_identically
         test_export_is_a_model_directory test_manifest_describes_the_stream test_state_comes_back
+        test_content_tells_examples_apart test_examples_can_be_stored
         test_a_state_of_other_data_is_refused test_a_damaged_state_is_refused test_stream_and_export_follow_updates
         test_what_is_told_of_saved_files_is_true test_a_model_is_loaded_in_place
         test_models_are_averaged_as_they_are_loaded test_boxes_cover_every_tensor_once
@@ -126,6 +141,10 @@ _TESTS: Mapping[str, str] = {
         test_an_update_that_fails_leaves_no_gradients test_a_closed_reward_is_not_healthy
         test_a_loss_that_is_not_finite_is_refused
         test_odd_samples_are_marked_not_raised test_no_samples_no_results test_a_bad_row_is_an_error_with_a_reason
+        test_unknown_options_are_refused
+        test_unreadable_files_are_errors_that_name_them test_damaged_files_are_read_or_refused
+        test_odd_rows_are_taken_or_refused test_an_error_of_the_role_is_not_hidden test_odd_values_are_refused
+        test_missing_outputs_are_refused test_a_sample_without_tokens_is_passed_over
         test_odd_values_are_taken_or_refused test_missing_columns_are_taken_or_refused test_odd_metrics_are_taken
         test_a_failing_sender_reaches_the_receivers test_a_failing_loader_fails_its_replica_only
         test_a_silent_sender_is_a_timeout_that_names_it test_a_foreign_offer_is_refused
@@ -146,6 +165,8 @@ _TESTS: Mapping[str, str] = {
         test_calls_may_overlap test_a_cancelled_call_leaves_it_usable test_equal_ids_get_their_own_completions
         test_a_cancelled_request_leaves_the_others_alone test_a_slow_trainer_does_not_block_the_event_loop
         test_the_event_loop_stays_free test_cancellation_reaches_the_caller test_streaming_is_on_the_event_loop
+        test_a_file_may_be_read_twice
+        test_two_roles_do_not_mix test_when_samples_come_does_not_matter
         test_lists_of_every_kind_are_taken test_a_row_is_interpreted_by_itself
         test_a_cancelled_receiver_ends_as_cancelled
         test_concurrent_rollouts_are_independent test_a_cancelled_rollout_ends test_calls_at_once_are_independent
@@ -170,6 +191,13 @@ _TESTS: Mapping[str, str] = {
         test_values_are_finite_numbers test_a_value_depends_on_the_step_alone test_decisions_are_valid
         test_metrics_may_be_of_any_mapping test_verdicts_are_on_samples_that_it_was_given test_reasons_can_be_counted
         test_rewards_are_valid test_any_sequence_of_samples_is_taken
+        test_weights_are_numbers_one_for_each_token
+        test_the_name_and_the_help_are_well_formed test_help_explains_the_command test_options_are_explained
+        test_narrow_terminals_and_plain_ones_are_served
+        test_files_give_their_rows test_rows_are_mappings_or_located test_places_tell_rows_apart
+        test_values_pass test_masked_is_true
+        test_stores_what_is_declared_and_nothing_else test_data_are_named_after_the_role_or_the_argument
+        test_rows_become_their_samples test_samples_are_those_of_the_draw test_samples_can_be_trained_on
     """,
     TRANSPORT: """
         test_special_values_arrive_bit_for_bit test_every_tensor_arrives_bit_for_bit test_several_ranks_and_replicas

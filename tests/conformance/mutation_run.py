@@ -35,15 +35,21 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "benchmarks")]
 
+import aggregation_mutants  # noqa: E402
 import algorithm_mutants  # noqa: E402
+import cli_command_mutants  # noqa: E402
 import dataset_mutants  # noqa: E402
 import decision_mutants  # noqa: E402
 import engine_mutants  # noqa: E402
 import environment_mutants  # noqa: E402
+import example_kind_mutants  # noqa: E402
+import flow_method_mutants  # noqa: E402
 import generator_mutants  # noqa: E402
 import launcher_mutants  # noqa: E402
 import logger_mutants  # noqa: E402
 import model_family_mutants  # noqa: E402
+import output_mutants  # noqa: E402
+import reader_mutants  # noqa: E402
 import reward_mutants  # noqa: E402
 import sampler_mutants  # noqa: E402
 import tool_mutants  # noqa: E402
@@ -81,17 +87,23 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 DOCUMENT = ROOT / "docs" / "mutants.md"
 ENGINE_SETTINGS: Mapping[str, Any] = {"build_model": "mutation_run:build_engine_model"}
 TEMPLATE_MUTANTS = (
+    *aggregation_mutants.MUTANTS,
     *(
         SourceMutant("algorithm", m.name, f"{m.file}.py", m.old, m.new, m.caught_by, m.also)
         for m in algorithm_mutants.MUTANTS
     ),
+    *cli_command_mutants.MUTANTS,
     *dataset_mutants.MUTANTS,
     *decision_mutants.MUTANTS,
     *environment_mutants.MUTANTS,
+    *example_kind_mutants.MUTANTS,
+    *flow_method_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
     *launcher_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
     *model_family_mutants.MUTANTS,
+    *output_mutants.MUTANTS,
+    *reader_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
     *sampler_mutants.MUTANTS,
     *tool_mutants.MUTANTS,

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import chatlearn_testing
 from chatlearn_core.plugins.records import Kind
@@ -18,13 +18,19 @@ TEMPLATES = Path(chatlearn_testing.__file__).parent / "template"
 TEMPLATE = "acme_plugin"
 """Package of every template."""
 HOOKS: Mapping[str, str] = {
+    "aggregation": "chatlearn_aggregations",
     "algorithm": "chatlearn_algorithms",
+    "cli_command": "chatlearn_cli_commands",
     "dataset": "chatlearn_datasets",
     "environment": "chatlearn_environments",
+    "example_kind": "chatlearn_example_kinds",
+    "flow_method": "chatlearn_flow_methods",
     "generator": "chatlearn_generators",
     "launcher": "chatlearn_launchers",
     "logger": "chatlearn_loggers",
     "model_family": "chatlearn_model_families",
+    "output": "chatlearn_outputs",
+    "reader": "chatlearn_datasets",
     "reward": "chatlearn_rewards",
     "sample_filter": "chatlearn_sample_filters",
     "sampler": "chatlearn_samplers",
@@ -34,7 +40,7 @@ HOOKS: Mapping[str, str] = {
     "trainer": "chatlearn_trainers",
     "weight_sync": "chatlearn_weight_syncs",
 }
-"""Hook that registers each kind which has mutants."""
+"""Hook that registers each kind which has mutants; readers of files are datasets with a template of their own."""
 IMPORTS = """from __future__ import annotations
 
 import asyncio
@@ -67,7 +73,7 @@ KEPT = []
 class SourceMutant:
     """One fault, as edits of one module of a plugin."""
 
-    kind: Kind
+    kind: Kind | Literal["reader"]
     name: str
     file: str
     """Module of the package."""
@@ -107,7 +113,7 @@ def write_mutant(mutant: SourceMutant, package: Path) -> None:
     file.write_text(source, encoding="utf-8")
 
 
-def source_of(kind: Kind, package: str) -> Path:
+def source_of(kind: str, package: str) -> Path:
     """Return the folder with the original package."""
     if package == TEMPLATE:
         return TEMPLATES / kind / "src" / TEMPLATE
@@ -118,19 +124,19 @@ def source_of(kind: Kind, package: str) -> Path:
 
 
 def suite_of(
-    kind: Kind, package: str, model_directory: Path, preferred: Mapping[str, Any] | None = None
+    kind: str, package: str, model_directory: Path, preferred: Mapping[str, Any] | None = None
 ) -> tuple[str, type[ConformanceSuite]]:
     """Build the suite of an imported package, with the settings of its module ``conformance``, if it has one.
 
     Args:
-        kind: kind of the record.
+        kind: kind of the template.
         package: the package, already edited and first on ``sys.path``.
         model_directory: where a model is built, unless it is there.
         preferred: settings that win over those of the package.
     """
     records = getattr(importlib.import_module(f"{package}.plugin"), HOOKS[kind])()
     record = _only(records)
-    key = f"{kind}/{record.name}"
+    key = f"{record.kind}/{record.name}"
     settings: dict[str, Any] = {}
     if importlib.util.find_spec(f"{package}.conformance") is not None:
         found = importlib.import_module(f"{package}.conformance")

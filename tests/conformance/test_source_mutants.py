@@ -12,15 +12,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import aggregation_mutants
+import cli_command_mutants
 import dataset_mutants
 import decision_mutants
 import environment_mutants
+import example_kind_mutants
+import flow_method_mutants
 import generator_mutants
 import launcher_mutants
 import logger_mutants
 import model_family_mutants
 import numpy as np
+import output_mutants
 import pytest
+import reader_mutants
 import reward_mutants
 import sampler_mutants
 import tool_mutants
@@ -29,33 +35,44 @@ import trainer_mutants
 import weight_sync_mutants
 from source_mutants import TEMPLATE, SourceMutant, source_of, suite_of, write_mutant
 
-from chatlearn_core.plugins.records import Kind
 from chatlearn_testing.check import Results, run_suites
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 
 pytestmark = pytest.mark.slow
 
 MUTANTS = (
+    *aggregation_mutants.MUTANTS,
+    *cli_command_mutants.MUTANTS,
     *dataset_mutants.MUTANTS,
     *decision_mutants.MUTANTS,
     *environment_mutants.MUTANTS,
+    *example_kind_mutants.MUTANTS,
+    *flow_method_mutants.MUTANTS,
     *generator_mutants.MUTANTS,
     *launcher_mutants.MUTANTS,
     *logger_mutants.MUTANTS,
     *model_family_mutants.MUTANTS,
+    *output_mutants.MUTANTS,
+    *reader_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
     *sampler_mutants.MUTANTS,
     *tool_mutants.MUTANTS,
     *trainer_mutants.MUTANTS,
     *weight_sync_mutants.MUTANTS,
 )
-KINDS: tuple[Kind, ...] = (
+KINDS: tuple[str, ...] = (
+    "aggregation",
+    "cli_command",
     "dataset",
     "environment",
+    "example_kind",
+    "flow_method",
     "generator",
     "launcher",
     "logger",
     "model_family",
+    "output",
+    "reader",
     "reward",
     "sample_filter",
     "sampler",
@@ -95,7 +112,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def check(kind: Kind, package: Path, select: tuple[str, ...] = ()) -> Results:
+def check(kind: str, package: Path, select: tuple[str, ...] = ()) -> Results:
     """Run the suite on the record that the package registers, with the package's own settings and model."""
     importlib.invalidate_caches()
     key, suite = suite_of(kind, package.name, package.parent / "model")
@@ -104,7 +121,7 @@ def check(kind: Kind, package: Path, select: tuple[str, ...] = ()) -> Results:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_original_passes(kind: Kind, package: Path) -> None:
+def test_the_original_passes(kind: str, package: Path) -> None:
     shutil.copytree(source_of(kind, TEMPLATE), package)
     results = check(kind, package)
     assert results.conforms, "\n".join(f"{verdict.test}: {verdict.reason}" for verdict in results.of("failed"))

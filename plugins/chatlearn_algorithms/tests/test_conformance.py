@@ -37,6 +37,22 @@ def test_every_algorithm_is_tested() -> None:
     assert {name for name, _ in CASES.values()} == set(RECORDS)
 
 
+PARTS = {
+    f"{record.kind}/{record.name}": record
+    for record in (
+        *plugin.chatlearn_aggregations(),
+        *plugin.chatlearn_example_kinds(),
+        *plugin.chatlearn_flow_methods(),
+    )
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_algorithms_conform(name: str) -> None:
+    results = run_conformance([PARTS[name]], settings=SETTINGS)
+    assert results.conforms, "\n".join(f"{verdict.test}: {verdict.reason}" for verdict in results.of("failed"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_conforms(case: str) -> None:

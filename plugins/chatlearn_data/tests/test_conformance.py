@@ -1,4 +1,4 @@
-"""The suites for dataset formats and samplers on every one of this distribution."""
+"""The suites for dataset formats, readers and samplers on every one of this distribution."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from chatlearn_data.conformance import SETTINGS
 from chatlearn_testing.check import run_conformance
 from chatlearn_testing.suites import SamplerConformance
 
-FORMATS = {record.name: record for record in plugin.chatlearn_datasets() if not record.reads}
+DATASETS = {record.name: record for record in plugin.chatlearn_datasets()}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DATASETS)
 def test_conforms(name: str) -> None:
-    results = run_conformance([FORMATS[name]], settings=SETTINGS)
+    results = run_conformance([DATASETS[name]], settings=SETTINGS)
     assert results.conforms, "\n".join(f"{verdict.test}: {verdict.reason}" for verdict in results.of("failed"))
 
 

@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Pat
 
 def test_there_is_a_template_for_every_declared_kind_and_no_other() -> None:
     folders = {path.name for path in Path(scaffold.__file__).parent.joinpath("template").iterdir() if path.is_dir()}
-    assert folders - {"__pycache__"} == set(TEMPLATE_KINDS) <= set(RECORD_TYPES)
+    assert folders - {"__pycache__"} == set(TEMPLATE_KINDS) <= {*RECORD_TYPES, "reader"}
 
 
 @pytest.mark.parametrize("kind", TEMPLATE_KINDS)
@@ -126,7 +126,9 @@ def test_all_are_listed_and_their_own_tests_pass(tmp_path: Path) -> None:
     listed = run(sys.executable, "-m", "chatlearn_cli.main", "plugins", "list", path=site).stdout
     rows = {tuple(line.split()[:5]) for line in listed.splitlines()}
     for kind in TEMPLATE_KINDS:
-        assert (kind, "zed", f"zed-{kind.replace('_', '-')}", "0.1.0", "ok") in rows, listed
+        name = "trainer.zed" if kind == "flow_method" else "zed"
+        of = "dataset" if kind == "reader" else kind
+        assert (of, name, f"zed-{kind.replace('_', '-')}", "0.1.0", "ok") in rows, listed
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-c", os.devnull, "--import-mode=importlib")
     tests = run(sys.executable, "-m", "pytest", *options, str(out), path=site)
     assert tests.returncode == 0, tests.stdout + tests.stderr

@@ -61,6 +61,12 @@ class FlowFunctions:
             raise FlowError(f"{where}: {type(error).__name__}: {error}{at}") from error
         return checked_result(returned, samples, where, drop)
 
+    def close(self) -> None:
+        """End the threads of ordinary functions; one that is inside a function ends when the function returns."""
+        for thread, _ in self._threads.values():
+            thread.stop()
+        self._threads.clear()
+
     async def _call(
         self, function: FunctionCall, samples: list[Sample], arguments: dict[str, Any], where: str
     ) -> tuple[Any, BaseException | None]:

@@ -195,6 +195,10 @@ class FlowScheduler:
             )
         return samples
 
+    def close(self) -> None:
+        """End the threads that users' functions ran in."""
+        self._functions.close()
+
     def _leases(self, timers: Timers) -> dict[int, DeviceLease]:
         """Device leases of all calls except rewards, by node index, requested level by level.
 

@@ -31,7 +31,6 @@ Instruction = Annotated[
     str | None, typer.Option(help="Instruction after each question; '' for none; by default the recipe's own.")
 ]
 SkipBadRows = Annotated[bool, typer.Option("--skip-bad-rows", help="Skip bad rows and count them.")]
-Count = Annotated[int, typer.Option(min=0)]
 
 
 @prepare.command()
@@ -66,11 +65,11 @@ def prepare_arithmetic(
         int, typer.Option(min=0, help="Smallest operand, and smallest answer of a difference.")
     ] = 10,
     max_operand: Annotated[int, typer.Option(min=0, help="Largest operand.")] = 49,
-    train: Count = 4000,
-    validation: Count = 200,
-    heldout: Count = 200,
-    demonstrations: Count = 4000,
-    seed: int = 0,
+    train: Annotated[int, typer.Option(min=0, help="Number of problems to train on.")] = 4000,
+    validation: Annotated[int, typer.Option(min=0, help="Number of problems for validation.")] = 200,
+    heldout: Annotated[int, typer.Option(min=0, help="Number of problems that are held out.")] = 200,
+    demonstrations: Annotated[int, typer.Option(min=0, help="Number of worked answers to imitate.")] = 4000,
+    seed: Annotated[int, typer.Option(help="Other seeds give other problems in each split.")] = 0,
     worked_shares: Annotated[
         str, typer.Option(help="How often demonstrations show their working, for each wording in turn.")
     ] = "1.0",

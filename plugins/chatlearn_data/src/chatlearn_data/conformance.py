@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from chatlearn_core.data import RawExample
-from chatlearn_testing.suites import RowCase
+from chatlearn_testing.suites import ReaderCase, RowCase
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 DIALOGUE = [*CHAT, {"role": "assistant", "content": "4"}]
 WORKED, BOXED = "It is 4.\n#### 4", r"It is \boxed{4}."
+ROWS = [{"prompt": CHAT, "level": 1}, {"prompt": CHAT, "level": 2}]
+LINES = b'{"prompt": "2+2?", "answer": 4}\n\n{"prompt": "\xe6\xbc\xa2", "answer": null}'
+OF_LINES = ({"prompt": "2+2?", "answer": 4}, {"prompt": "漢", "answer": None})
+
+
+def write_parquet(path: Path) -> None:
+    """Write ``ROWS``."""
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+
+
+def write_folder(path: Path) -> None:
+    """Write the lines as a dataset of one split, which the library of hub datasets loads by the folder's path."""
+    path.mkdir()
+    (path / "train.jsonl").write_bytes(LINES)
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "dataset/verifiable": {"cases": (
         RowCase({"prompt": CHAT, "reward_model": {"ground_truth": "4"}}, RawExample(CHAT, ground_truth="4")),
@@ -53,6 +73,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ),
         RowCase({"prompt": "2+2?", "completion": "4", "label": None}, None),
     )},
+    "dataset/jsonl": {"cases": (
+        ReaderCase(LINES, OF_LINES),
+        ReaderCase(b'\xef\xbb\xbf{"a": 1}\nno JSON\n[2]\n\xff\n{"a": 5}\n', ({"a": 1}, None, None, None, {"a": 5})),
+    )},
+    "dataset/json": {"cases": (
+        ReaderCase(b"[" + LINES.replace(b"\n\n", b",") + b"]", OF_LINES),
+        ReaderCase(LINES, OF_LINES),
+        ReaderCase(b'[{"a": 1}, 2]', ({"a": 1}, None)),
+        ReaderCase(b'[{"a": 1},', None),
+    )},
+    "dataset/csv": {"cases": (
+        ReaderCase(b'a,b\n1,"x, y"\n2\n3,\n', ({"a": "1", "b": "x, y"}, None, {"a": "3", "b": ""})),
+        ReaderCase(b'a,b\n1,"x', None),
+    )},
+    "dataset/parquet": {"cases": (ReaderCase(write_parquet, ROWS), ReaderCase(b"PAR1 not really", None))},
+    "dataset/hub": {"cases": (ReaderCase(write_folder, OF_LINES),)},
     "dataset/gsm8k": {"options": {"instruction": ""}, "cases": (
         RowCase({"question": "2+2?", "answer": WORKED}, RawExample(CHAT, WORKED, "4", "gsm8k")),
         RowCase({"question": "2+2?", "answer": "It is 4."}, None),

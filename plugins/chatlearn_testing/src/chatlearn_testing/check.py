@@ -18,19 +18,25 @@ from unittest import mock
 import pytest
 
 from chatlearn_core.exceptions import PluginError
-from chatlearn_core.plugins.records import PluginRecord
+from chatlearn_core.plugins.records import DatasetSpec, PluginRecord
 from chatlearn_testing.applicability import NOT_APPLICABLE
 from chatlearn_testing.guard import suite_violations
 from chatlearn_testing.required_settings import REQUIRED
 from chatlearn_testing.suites import (
+    AggregationConformance,
     AlgorithmConformance,
+    CliCommandConformance,
     ConformanceSuite,
     DatasetConformance,
     EnvironmentConformance,
+    ExampleKindConformance,
+    FlowMethodConformance,
     GeneratorConformance,
     LauncherConformance,
     LoggerConformance,
     ModelFamilyConformance,
+    OutputConformance,
+    ReaderConformance,
     RewardConformance,
     RuntimeConformance,
     SampleFilterConformance,
@@ -64,6 +70,11 @@ SUITES: Mapping[str, type[ConformanceSuite]] = {
         ScheduleConformance,
         StepPolicyConformance,
         SampleFilterConformance,
+        AggregationConformance,
+        ExampleKindConformance,
+        FlowMethodConformance,
+        OutputConformance,
+        CliCommandConformance,
     )
 }
 TEST_FILE = """\
@@ -107,11 +118,13 @@ class Results:
 
 
 def suites_for(record: PluginRecord) -> type[ConformanceSuite]:
-    """Return the suite for a record's kind.
+    """Return the suite for a record's kind; readers of files have one of their own.
 
     Raises:
         PluginError: no suite exists for this kind.
     """
+    if isinstance(record, DatasetSpec) and record.reads:
+        return ReaderConformance
     try:
         return SUITES[record.kind]
     except KeyError:

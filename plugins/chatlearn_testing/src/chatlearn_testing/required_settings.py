@@ -15,6 +15,8 @@ REQUIRED: Mapping[Kind, tuple[str, str]] = {
     "model_family": ("cases", "small models with known facts"),
     "schedule": ("values", "steps with known values"),
     "step_policy": ("cases", "steps with known decisions"),
+    "aggregation": ("cases", "mini-batches with known weights"),
+    "example_kind": ("cases", "rows with known samples"),
     "sample_filter": ("cases", "samples with known exclusions or rewards"),
 }
 """Kind -> name of the setting, and what it holds."""

@@ -25,7 +25,7 @@ from chatlearn_core.plugins.validation import name_problem
 
 
 class TemplateKind(StrEnum):
-    """Kinds of plugins with a template."""
+    """Kinds of plugins with a template; a ``reader`` is a dataset that reads files (``DatasetSpec.reads``)."""
 
     trainer = "trainer"
     generator = "generator"
@@ -42,6 +42,12 @@ class TemplateKind(StrEnum):
     schedule = "schedule"
     step_policy = "step_policy"
     sample_filter = "sample_filter"
+    aggregation = "aggregation"
+    example_kind = "example_kind"
+    flow_method = "flow_method"
+    output = "output"
+    reader = "reader"
+    cli_command = "cli_command"
 
 
 TEMPLATE_KINDS = tuple(kind.value for kind in TemplateKind)

@@ -232,7 +232,7 @@ def test_records_without_a_suite_or_cases_are_checked_and_are_no_pass(fake_envir
     assert code == 3, output
     assert any(line.split() == ["dataset", "rows", "record", "2", "0", "0", "passed"] for line in output.splitlines())
     assert "there is no suite for the kind rollout_mode" in output
-    assert "there is no suite for readers of files" in output
+    assert "no files with known rows: give 'cases' in untested_code.conformance:SETTINGS['dataset/lines']" in output
     assert "no rows with known examples: give 'cases' in untested_code.conformance:SETTINGS['dataset/rows']" in output
 
 

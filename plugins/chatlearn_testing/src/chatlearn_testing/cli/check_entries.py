@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -22,12 +23,19 @@ from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.exits import CODE_FIELDS
 from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.plugins.loader import describe, discover_plugins
-from chatlearn_core.plugins.records import DatasetSpec, Kind, PluginRecord
+from chatlearn_core.plugins.markers import PROJECT
+from chatlearn_core.plugins.records import DatasetSpec, FlowMethodSpec, Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.plugins.sources import CORE
+from chatlearn_core.plugins.validation import record_problems
 from chatlearn_testing.required_settings import REQUIRED
 
 STACK_SIGNAL = signal.SIGUSR2
 """Signal on which the child writes the stacks of its threads."""
+CALLED_FIELDS = ("function", "action", "other_samples")
+"""Further fields that name code: of records whose package is not that of this code alone."""
+CORE_PACKAGE = "chatlearn_core"
+CORE_SETTINGS = "chatlearn_testing.core_conformance"
 SETTINGS_MODULE = "conformance"
 """Name of the module ``<package>.conformance``, whose ``SETTINGS`` configure the suites for the package's plugins."""
 SUITE_NAMES: Mapping[Kind, str] = {
@@ -47,8 +55,15 @@ SUITE_NAMES: Mapping[Kind, str] = {
     "schedule": "ScheduleConformance",
     "step_policy": "StepPolicyConformance",
     "sample_filter": "SampleFilterConformance",
+    "aggregation": "AggregationConformance",
+    "example_kind": "ExampleKindConformance",
+    "flow_method": "FlowMethodConformance",
+    "output": "OutputConformance",
+    "cli_command": "CliCommandConformance",
 }
 """Classes of ``chatlearn_testing.suites``, whose import takes seconds."""
+READER_SUITE = "ReaderConformance"
+"""The suite of datasets that read files."""
 
 Settings = Mapping[str, Mapping[str, Any]]
 """``kind/name`` -> attributes of the suite (``options``, ``cases``, ...). For trainers and generators also
@@ -120,55 +135,77 @@ def check_entry(
     assert record is not None
     if not done:
         report("check", asdict(check_record(registry, record)))
-    check_suite(record, model, reference, report, done)
+    check_suite(record, package_of(record, entry.distribution), model, reference, report, done)
 
 
 def check_record(registry: PluginRegistry, record: PluginRecord) -> Check:
     """Check a record of any kind: the code that it names can be imported, and unknown options are errors."""
     found = Check(record.kind, record.name, "record")
-    for attribute in (name for name in CODE_FIELDS if hasattr(record, name)):
+    for attribute in (name for name in (*CODE_FIELDS, *CALLED_FIELDS) if getattr(record, name, None)):
         try:
             registry.load_factory(record, attribute)
             found.passed += 1
         except PluginError as error:
             found.failures.append(f"{attribute} can be imported: {error}")
-    if hasattr(record, "options"):
+    for attribute in (name for name in ("options", "arguments") if hasattr(record, name)):
         try:
-            strict = registry.load_options(record).model_config.get("extra") == "forbid"
+            strict = registry.load_options(record, attribute).model_config.get("extra") == "forbid"
         except PluginError as error:
-            found.failures.append(f"options can be imported: {error}")
+            found.failures.append(f"{attribute} can be imported: {error}")
             return found
-        if strict:
+        if strict or takes_any_argument(record):
             found.passed += 1
         else:
             found.failures.append(
-                f"unknown options are errors: {record.options} ignores a misspelled option; "
+                f"unknown {attribute} are errors: {getattr(record, attribute)} ignores a misspelled one; "
                 'set model_config = ConfigDict(extra="forbid")'
             )
+    if not found.passed and not found.failures:  # a record alone, which names no code
+        found.passed = 1
+        if problems := record_problems(record):
+            found.passed, found.failures = 0, problems
     return found
 
 
+def is_reader(record: PluginRecord) -> bool:
+    """Whether a record is of a reader of files, which gives rows and no format of them."""
+    return isinstance(record, DatasetSpec) and bool(record.reads)
+
+
+def takes_any_argument(record: PluginRecord) -> bool:
+    """Whether a record is a flow method that calls a user's function, whose signature the arguments must fit."""
+    return isinstance(record, FlowMethodSpec) and record.role_kind == "function"
+
+
 def check_suite(
-    record: PluginRecord, model: Path | None, reference: str | None, report: Report, done: Collection[str]
+    record: PluginRecord,
+    package: str,
+    model: Path | None,
+    reference: str | None,
+    report: Report,
+    done: Collection[str],
 ) -> None:
-    """Run the conformance suite of a record's kind, if one exists and its settings are complete."""
-    if record.kind not in SUITE_NAMES or (isinstance(record, DatasetSpec) and record.reads):
-        what = f"the kind {record.kind}" if record.kind not in SUITE_NAMES else "readers of files"
-        none = Check(record.kind, record.name, "none", not_run=f"there is no suite for {what}")
+    """Run the conformance suite of a record's kind, if one exists and its settings are complete.
+
+    Args:
+        package: has the module with the settings.
+    """
+    if record.kind not in SUITE_NAMES:
+        none = Check(record.kind, record.name, "none", not_run=f"there is no suite for the kind {record.kind}")
         report("check", asdict(none))
         return
-    found = Check(record.kind, record.name, SUITE_NAMES[record.kind])
+    found = Check(record.kind, record.name, READER_SUITE if is_reader(record) else SUITE_NAMES[record.kind])
     key = f"{record.kind}/{record.name}"
     try:
-        settings = dict(load_settings(record).get(key, {}))
+        settings = dict(load_settings(package).get(key, {}))
     except (Exception, SystemExit) as error:  # the plugin's own module may raise anything
-        found.failures.append(f"settings: {package_of(record)}.{SETTINGS_MODULE}: {describe(error)}")
+        found.failures.append(f"settings: {settings_module(package)}: {describe(error)}")
         report("check", asdict(found))
         return
     build_model = settings.pop("build_model", None)
     load_reference = reference or settings.pop("load_reference", None)
     settings.pop("load_reference", None)
-    if missing := missing_settings(record, settings, model or build_model, load_reference):
+    if missing := missing_settings(record, package, settings, model or build_model, load_reference):
         found.not_run = missing
         report("check", asdict(found))
         return
@@ -191,21 +228,30 @@ def check_suite(
             report("verdict", "", "failed", f"the suite could not be run: {describe(error)}")
 
 
-def missing_settings(record: PluginRecord, settings: Mapping[str, Any], model: object, reference: object) -> str:
+def missing_settings(
+    record: PluginRecord, package: str, settings: Mapping[str, Any], model: object, reference: object
+) -> str:
     """Return which required setting is missing and how to provide it; empty if none is missing."""
-    where = f"{package_of(record)}.{SETTINGS_MODULE}:SETTINGS[{f'{record.kind}/{record.name}'!r}]"
+    where = f"{settings_module(package)}:SETTINGS[{f'{record.kind}/{record.name}'!r}]"
     if record.kind in ("trainer", "generator"):
         if not model:
             return f"no model to test on: give --model, or 'build_model' in {where}"
         if not reference:
             return f"nothing to compare with: give --reference, or 'load_reference' in {where}"
     name, what = REQUIRED.get(record.kind, ("", ""))
+    if is_reader(record):
+        what = "files with known rows"
     return f"no {what}: give {name!r} in {where}" if name and name not in settings else ""
 
 
-def load_settings(record: PluginRecord) -> Settings:
-    """Import ``SETTINGS`` of the plugin's package; empty if the package has no such module, or is a single module."""
-    name = f"{package_of(record)}.{SETTINGS_MODULE}"
+def settings_module(package: str) -> str:
+    """Return the module with the settings for a package; the kit has those for the core, which does not import it."""
+    return CORE_SETTINGS if package == CORE_PACKAGE else f"{package}.{SETTINGS_MODULE}"
+
+
+def load_settings(package: str) -> Settings:
+    """Import ``SETTINGS`` for a plugin's package; empty if it has no such module, or is a single module."""
+    name = settings_module(package)
     try:
         if find_spec(name) is None:
             return {}
@@ -217,10 +263,18 @@ def load_settings(record: PluginRecord) -> Settings:
     return settings
 
 
-def package_of(record: PluginRecord) -> str:
-    """Return the top-level package of a record's code."""
-    code: str = next(getattr(record, name) for name in CODE_FIELDS if hasattr(record, name))
-    return code.partition(":")[0].partition(".")[0]
+def package_of(record: PluginRecord, distribution: str) -> str:
+    """Return the top-level package of a record's code; of a record whose code may be another distribution's, the one of
+    its distribution's entry point.
+    """
+    code: str = next((getattr(record, name) for name in (*CODE_FIELDS, "function") if hasattr(record, name)), "")
+    if not code and distribution != CORE:
+        code = next(point.value for point in metadata.entry_points(group=PROJECT) if _is_of(point, distribution))
+    return (code or CORE_PACKAGE).partition(":")[0].partition(".")[0]
+
+
+def _is_of(point: metadata.EntryPoint, distribution: str) -> bool:
+    return point.dist is not None and canonicalize_name(point.dist.name) == canonicalize_name(distribution)
 
 
 def main() -> None:

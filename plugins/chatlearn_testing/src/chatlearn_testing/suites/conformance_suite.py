@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.records import Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.requirements import installed_where
+from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.guard import suite_violations
 from chatlearn_testing.leftovers import written_files
 from chatlearn_testing.process_state import RANDOM_STATES, ProcessWatch, StateWatch
@@ -42,6 +44,18 @@ def selected(kind: Kind, name: str, where: str, python: str | None) -> PluginRec
     return plugins.select(kind, name, where, installed=installed_where(record, {"python": python}))
 
 
+@contextmanager
+def nothing_changes(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Fail if the block prints to standard output, writes a file, or changes state that the process shares."""
+    capfd.readouterr()
+    watch = StateWatch()
+    with written_files() as written:
+        yield
+    assert not (changed := watch.changed_state()), f"changed: {'; '.join(changed)}"
+    assert not written, f"written: {', '.join(sorted(written)[:5])}"
+    assert not (printed := capfd.readouterr().out), f"printed to standard output: {printed[:200]!r}"
+
+
 class ConformanceSuite:
     """Base of the suites. A subclass may set the attributes in ``settable``; all others are part of the contract.
 
@@ -58,6 +72,8 @@ class ConformanceSuite:
     engine_state: ClassVar[frozenset[str]] = frozenset()
     """State of the process that a third-party engine (``requires`` of the record) changes as it starts, in the words of
     the failed test: ``"the environment: OMP_NUM_THREADS"``, ``"the search path of modules (sys.path)"``."""
+    options_field: ClassVar[str | None] = "options"
+    """Field of the record that names the pydantic model of its options; None: records of this kind have none."""
     patience_s: ClassVar[float] = 120.0
     """Time limit of each operation under test, seconds; an operation that exceeds it counts as hanging."""
 
@@ -74,8 +90,9 @@ class ConformanceSuite:
 
     @classmethod
     def options_model(cls) -> type[BaseModel]:
-        """Return the pydantic model that the record names in ``options``."""
-        model: type[BaseModel] = resolve_import_string(cls.record().options)
+        """Return the pydantic model that the record names in ``options_field``."""
+        assert cls.options_field is not None, f"a {cls.kind} has no options"
+        model: type[BaseModel] = resolve_import_string(getattr(cls.record(), cls.options_field))
         return model
 
     @classmethod
@@ -162,5 +179,7 @@ class ConformanceSuite:
 
     def test_options_are_described_and_strict(self) -> None:
         """An unknown option raises, so that no misspelled option is ignored: set ``ConfigDict(extra="forbid")``."""
+        if self.options_field is None:
+            not_applicable(f"records of the kind {self.kind} have no options")
         with pytest.raises(ValueError, match="no_such_option"):
             self.options_model()(**dict(self.options), no_such_option=1)

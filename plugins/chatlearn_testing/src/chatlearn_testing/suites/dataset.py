@@ -15,9 +15,7 @@ from chatlearn_core.data import DatasetFormat, RawExample, Row
 from chatlearn_core.exceptions import DataError
 from chatlearn_core.plugins.records import Kind
 from chatlearn_testing.applicability import not_applicable
-from chatlearn_testing.leftovers import written_files
-from chatlearn_testing.process_state import process_state
-from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite, nothing_changes
 
 ODD_VALUES: Mapping[str, Any] = {
     "null": None,
@@ -49,7 +47,7 @@ class DatasetConformance(ConformanceSuite):
     """Contract tests that every dataset format must pass.
 
     A subclass sets ``backend``, ``options``, and ``cases``: at least one row that can be used and one that cannot.
-    Readers of files (``DatasetSpec.reads``) have no rows of their own and are not covered.
+    Readers of files (``DatasetSpec.reads``) have a suite of their own, ``ReaderConformance``.
     """
 
     kind: ClassVar[Kind] = "dataset"
@@ -193,17 +191,10 @@ class DatasetConformance(ConformanceSuite):
 
     def test_the_process_stays_as_it_was(self, capfd: pytest.CaptureFixture[str]) -> None:
         """Parsing prints nothing, writes no file, and changes no state that the process shares, such as seeds."""
-        capfd.readouterr()
-        before = process_state()
-        with written_files() as written:
+        with nothing_changes(capfd):
             row_format = self._format()
             for case in self._good():
                 row_format.parse(case.row)
-        after = process_state()
-        changed = [name for name, value in before.items() if after[name] != value]
-        assert not changed, f"changed: {', '.join(changed)}"
-        assert not written, f"written: {', '.join(sorted(written)[:5])}"
-        assert not (printed := capfd.readouterr().out), f"printed to standard output: {printed[:200]!r}"
 
     @classmethod
     def _good(cls) -> list[RowCase]:

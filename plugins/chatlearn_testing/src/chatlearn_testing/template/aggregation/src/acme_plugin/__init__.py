@@ -1,0 +1,1 @@
+"""Aggregation acme for ChatLearn: sequences weigh by a power of their length."""

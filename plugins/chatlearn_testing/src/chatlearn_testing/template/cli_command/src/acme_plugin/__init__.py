@@ -1,0 +1,1 @@
+"""Command acme for ChatLearn: the last metrics of a run."""

@@ -1,0 +1,1 @@
+"""Flow method trainer.acme for ChatLearn: the mean logprob of each sample."""

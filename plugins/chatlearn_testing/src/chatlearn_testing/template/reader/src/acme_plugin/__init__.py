@@ -1,0 +1,1 @@
+"""Reader acme for ChatLearn: rows of files of tab-separated values."""
