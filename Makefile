@@ -112,7 +112,7 @@ test-learning: install-engines  ## Run the demo with further seeds.
 lint: install-dev  ## Check style, types and import contracts.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(addsuffix /src,$(PACKAGES))
+	$(BIN)/mypy --num-workers 2 $(addsuffix /src,$(PACKAGES))
 	$(BIN)/lint-imports
 
 format: install-dev  ## Put the code into its format.
