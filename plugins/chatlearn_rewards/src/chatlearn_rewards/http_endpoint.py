@@ -26,6 +26,8 @@ _LARGEST_BYTES = 64 << 20
 _TEMPORARY = frozenset({408, 425, 429})
 """Statuses, in addition to 5xx, after which the same request may succeed later."""
 _CLOSING_S = 10.0
+_JITTER = random.Random()
+"""Of its own: the global generator belongs to the run."""
 T = TypeVar("T")
 
 
@@ -139,7 +141,7 @@ class HttpEndpoint:
                 return answer.value
             told.append(f"attempt {attempt} of {tries}: {answer.reason}")
             wait_s = min(options.backoff_s * 2.0 ** (attempt - 1), options.max_wait_s)
-            wait_s *= random.uniform(0.5, 1.0)  # spreads the repetitions of callers that failed together
+            wait_s *= _JITTER.uniform(0.5, 1.0)  # spreads the repetitions of callers that failed together
             if answer.retry_after_s is not None:
                 wait_s = max(wait_s, answer.retry_after_s)
             if attempt == tries or wait_s > options.max_wait_s:
