@@ -195,9 +195,8 @@ class RolloutContext:
                 by it and the number of the call.
             media: the media that the tokens refer to.
             on_tokens: called on the environment's event loop with tokens as they are sampled, if the generator streams
-                (``GeneratorSpec.streaming``) and the runtime hosts the environment in the driver; otherwise never. If
-                the request is repeated or resumed, calls may begin again at an earlier position. What counts is the
-                completion.
+                (``GeneratorSpec.streaming``); otherwise never. If the request is repeated or resumed, calls may begin
+                again at an earlier position. What counts is the completion.
 
         Raises:
             TurnLimitError: the policy has sampled all the turns that the rollout may have.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from chatlearn_core.protocols import OnTokens, RolloutOrder
+from chatlearn_core.protocols import RolloutOrder
 from chatlearn_core.runtime.model_families import model_family
-from chatlearn_core.types import Completion, GenerateRequest, Rollout
+from chatlearn_core.types import Rollout
 from chatlearn_runtime_kit.environments import LocalEnvironments
 from chatlearn_runtime_kit.role_handles import environment_handles
 from chatlearn_workers.conversation import AskingWorker, current_call
@@ -40,13 +40,7 @@ class EnvironmentWorker(AskingWorker, Worker):
     async def rollout(self, order: RolloutOrder) -> Rollout:
         """One rollout; a call of a conversation."""
         assert self._group is not None, "set up before it is used"
-        call = current_call()
-
-        async def ask(handle: str, request: GenerateRequest, on_tokens: OnTokens | None = None, /) -> Completion:
-            completion: Completion = await call.ask(handle, request)  # tokens as they are sampled stay in the driver
-            return completion
-
-        return await self._group.rollout(order, ask)
+        return await self._group.rollout(order, current_call().ask)
 
     async def close(self) -> None:
         """Close the environment."""
