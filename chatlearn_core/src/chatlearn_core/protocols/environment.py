@@ -6,7 +6,7 @@ Environments work on tokens: they append token ids, and the loss mask is True on
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,15 +32,9 @@ from chatlearn_core.types import (
 )
 from chatlearn_core.types.keyed_seed import keyed_seed
 
-
-class GenerateFor(Protocol):
-    """``(handle, request)`` -> the completion of the generator role with that handle (``uses`` of the environment
-    role). ``on_tokens`` is given only if the environment asks for the tokens as they are sampled.
-    """
-
-    def __call__(
-        self, handle: str, request: GenerateRequest, on_tokens: OnTokens | None = None, /
-    ) -> Awaitable[Completion]: ...
+GenerateFor = Callable[..., Awaitable[Completion]]
+"""``(handle, request)`` -> the completion of the generator role with that handle (``uses`` of the environment role). A
+third argument, an ``OnTokens``, is given only if the environment asks for tokens as they are sampled."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)

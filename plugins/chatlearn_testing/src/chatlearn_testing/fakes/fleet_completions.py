@@ -21,4 +21,4 @@ class FleetCompletions:
     async def completion(self, role: str, request: RolloutRequest) -> Completion:
         """See ``CompletionSource``."""
         assert request.generate_request is not None, "a flow over prompts gives every rollout a generation request"
-        return await self.runtime.generator(role).generate(request.generate_request, on_tokens=request.on_tokens)
+        return await self.runtime.generator(role).generate(request.generate_request)
