@@ -20,7 +20,7 @@ class Hanging:
     def of(self, role: str) -> Any:
         return SimpleNamespace(generate=self.generate)
 
-    async def generate(self, request: GenerateRequest) -> Any:
+    async def generate(self, request: GenerateRequest, on_tokens: Any = None) -> Any:
         try:
             await asyncio.Event().wait()
         finally:
@@ -34,9 +34,10 @@ async def test_requests_of_rollouts_that_have_not_ended_yet_end_with_it() -> Non
     rollouts = Hanging()
     source = InterruptibleCompletions(rollouts, ["generator"], "abort")  # type: ignore[arg-type]  # the part it uses
     asked = [GenerateRequest(name, np.arange(3), SamplingParams(4, seed=1), name) for name in ("a", "b")]
+    requests = [SimpleNamespace(sample_id=one.id, generate_request=one, on_tokens=None) for one in asked]
     open_calls = [
-        asyncio.ensure_future(source.completion("generator", SimpleNamespace(sample_id=one.id, generate_request=one)))  # type: ignore[arg-type]  # as above
-        for one in asked
+        asyncio.ensure_future(source.completion("generator", request))  # type: ignore[arg-type]  # as above
+        for request in requests
     ]
     for _ in range(3):
         await asyncio.sleep(0)

@@ -22,6 +22,7 @@ from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.executor.rollouts.saved import load_rollouts, save_rollouts
 from chatlearn_core.executor.run_state import RunState
 from chatlearn_core.executor.scheduler import FlowScheduler
+from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.flow import trace
 from chatlearn_core.plugins.records import EnvironmentSpec
 from chatlearn_core.protocols import GenerateFor, PlainData, RolloutContext, RolloutOrder
@@ -37,6 +38,7 @@ from chatlearn_core.types import (
     SamplingParams,
     VersionSpan,
 )
+from chatlearn_testing.fakes.records import FAKE_GENERATOR
 
 TURNS, TOKENS, PER_STEP = 3, 6, 4
 
@@ -65,6 +67,8 @@ class Fleet:
                 break
             self.sampled.append((request.id, len(ids)))
             ids.append((int(request.prompt_ids.sum()) + sum(ids) + request.sampling.seed % 97) % 50)
+            if on_tokens is not None:
+                on_tokens(len(ids) - 1, ids[-1:])
         if len(ids) > start:
             spans.append(VersionSpan(start, len(ids), self.version))
         return Completion(
@@ -378,3 +382,26 @@ async def test_turns_are_repeated_as_they_were_interrupted(tmp_path: Path) -> No
     other.write_text("".join(json.dumps(line) + "\n" for line in [*lines, further]))
     with pytest.raises(ConfigError, match=r"has sample '5@0#0' unfinished at the weight sync of step 1, but this run"):
         await spans_of(Run(replay=Replay(other)), spins=0)
+
+
+async def test_the_tokens_of_an_interrupted_request_are_told_again_when_it_goes_on() -> None:
+    fleet, told = Fleet(), list[tuple[int, list[int]]]()
+    record = SimpleNamespace(backend=SimpleNamespace(record=FAKE_GENERATOR), origin=Origin("fake", "role generator"))
+    roles: Any = {"generator": record}
+    runtime: Any = SimpleNamespace(generator=lambda role: fleet, data=PlainData())
+    source = InterruptibleCompletions(Rollouts(runtime, RolloutConfig(), roles), ["generator"], "abort")
+    prompt = Prompt("0", np.array([1]), "?")
+    wanted = GenerateRequest("r/0", prompt.token_ids, SamplingParams(TOKENS), "r")
+    asking = RolloutRequest("r", ExampleDraw(prompt, 0, "0"), wanted, on_tokens=lambda *some: told.append(some))
+    task = asyncio.create_task(source.completion("generator", asking))
+    while len(told) < 3:
+        await asyncio.sleep(0)
+    await source.interrupt(lambda: ["r"])
+    await source.resume()
+    ids = (await task).token_ids.tolist()
+    again = next(index for index, (start, _) in enumerate(told) if index and start == 0)
+    assert [start for start, _ in told[:again]] == list(range(again))
+    prior = told[again][1]
+    assert prior == ids[: len(prior)]
+    assert len(prior) >= again >= 3
+    assert [one for _, some in told[again:] for one in some] == ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -360,13 +361,12 @@ async def test_a_turn_that_the_buffers_took_but_the_client_did_not_read_is_exclu
         message = first.choices[0].message.model_dump(exclude_none=True)
         messages: Any = [*QUESTION, message, {"role": "user", "content": "go on"}]
     host, port = served.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
     body = json.dumps({"model": "policy", "messages": messages, "stream": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {served.key}\r\n"
-    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-    assert b"200" in await reader.readline()
-    await asyncio.to_thread(until, lambda: bool(served.session.samples()[0].turns[1:]))
-    writer.transport.abort()
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        await asyncio.to_thread(connection.sendall, f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        assert await asyncio.to_thread(connection.recv, 12) == b"HTTP/1.1 200"
+        await asyncio.to_thread(until, lambda: bool(served.session.samples()[0].turns[1:]))
     await asyncio.to_thread(until, lambda: served.session.counts.disconnected == 1)
     kept, unread = await served.gateway.call(served.session.samples)
     assert (len(kept.turns), kept.exclusion) == (1, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import anthropic
 import openai
 
 CALLS = itertools.count()
+LIVE = []
 
 def solve(base_url, api_key, model, example):
     """Asks, and asks again; the third rollout raises."""
@@ -36,8 +38,10 @@ def solve(base_url, api_key, model, example):
         assert len(choice.logprobs.content) > 0
         again = {"role": "user", "content": "wrong, try again"}
         messages += [choice.message.model_dump(exclude_none=True), again]
-        chunks = client.chat.completions.create(model=model, messages=messages, stream=True)
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        streaming = client.chat.completions.with_streaming_response
+        with streaming.create(model=model, messages=messages, stream=True) as response:
+            LIVE.append("content-length" not in response.headers)  # its length is not known yet
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in response.parse())
         branch = client.responses.create(model=model, input="and now?", instructions="Say it.")
         assert branch.output_text is not None
         judged = client.chat.completions.create(model="judge", messages=messages, temperature=0.5)
@@ -84,6 +88,9 @@ def test_a_run_trains_on_what_an_agent_did(tmp_path: Path, monkeypatch: pytest.M
     registry = discover_plugins()
     run = Run(assemble(load_config(yaml.safe_dump(content), (), registry), registry), observers=registry.observers)
     assert asyncio.run(run.train())["status"] == "completed"
+    live = sys.modules["black_box"].LIVE
+    assert len(live) == 15
+    assert any(live), "text is sent while a turn is sampled, except for turns without text that is certain before"
     first, second = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert first["samples/excluded/environment_failed"] == 1
     assert first["samples/trained"] == 7 * 3, "the conversation of each rollout, and its two branches"

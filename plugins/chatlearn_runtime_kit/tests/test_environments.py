@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from chatlearn_core.executor.environment_calls import rollout
 from chatlearn_core.executor.rollout_producer import make_requests
 from chatlearn_core.executor.sample_metrics import exclusion_metrics
 from chatlearn_core.plugins.records import EnvironmentSpec
-from chatlearn_core.protocols import PlainData, RolloutContext, RolloutOrder
+from chatlearn_core.protocols import OnTokens, PlainData, RolloutContext, RolloutOrder
 from chatlearn_core.types import (
     Completion,
     ExampleDraw,
@@ -168,3 +169,33 @@ def test_a_rollout_that_breaks_a_rule_is_refused_by_environment_and_sample(rollo
 def test_a_good_rollout_passes() -> None:
     for reward in (None, RewardResult(np.float32(1)), RewardResult(None, error="the judge was away")):
         assert checked_rollout(made(reward), ORDER, ROLE).reward is reward
+
+
+async def test_tokens_are_told_on_the_loop_of_the_environment_before_the_completion() -> None:
+    told: list[tuple[int, list[int], bool]] = []
+
+    class Streams(Talk):
+        async def rollout(self, prompt: Prompt, context: RolloutContext) -> Rollout:
+            here, sequence = asyncio.get_running_loop(), context.sequence()
+
+            def on_tokens(start: int, ids: list[int]) -> None:
+                told.append((start, ids, asyncio.get_running_loop() is here))
+
+            sequence.sampled(await context.generate(sequence.token_ids, on_tokens=on_tokens))
+            assert len(told) == 2
+            return context.finished([sequence])
+
+    async def streams(handle: str, request: GenerateRequest, on_tokens: OnTokens | None = None, /) -> Completion:
+        assert on_tokens is not None
+        on_tokens(0, [7])
+        await asyncio.sleep(0)
+        on_tokens(1, [8])
+        return await generate(handle, request)
+
+    environments = LocalEnvironments(ROLE, Streams(looks=False), tokenizer=None)
+    await environments.start()
+    try:
+        await environments.rollout(RolloutOrder("p@0#0", "p@0", PROMPT, SamplingParams(4), 0, 64, 30.0, None), streams)
+    finally:
+        environments.close()
+    assert told == [(0, [7], True), (1, [8], True)]

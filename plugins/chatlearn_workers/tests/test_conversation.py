@@ -23,6 +23,11 @@ class Worker(AskingWorker):
     async def twice(self, values: list[int]) -> list[int]:
         return list(await asyncio.gather(*(current_call().ask("judge", value) for value in values)))
 
+    async def listens(self) -> tuple[str, list[Any]]:
+        told: list[Any] = []
+        answer = await current_call().ask("judge", 1, lambda start, token_ids: told.append((start, token_ids)))
+        return answer, told
+
     async def nothing(self) -> str:
         return "done"
 
@@ -93,6 +98,31 @@ async def test_what_a_call_asks_is_answered_in_any_order(worker: Worker) -> None
     assert await talk(worker, "twice", [1, 2, 3], ask=ask) == [10, 20, 30]
     assert await talk(worker, "nothing") == "done"
     assert worker.conversations._calls == {}
+
+
+async def test_a_call_is_told_of_tokens_before_its_answer(worker: Worker) -> None:
+    async def ask(name: str, value: int, on_tokens: Any) -> str:
+        for start in range(20):
+            on_tokens(start, [start, 7])
+            await asyncio.sleep(0.001 * (start % 3))
+        return "done"
+
+    assert await talk(worker, "listens", ask=ask) == ("done", [(start, [start, 7]) for start in range(20)])
+
+
+async def test_a_failure_to_tell_ends_the_call(worker: Worker) -> None:
+    async def ask(name: str, value: int, on_tokens: Any) -> str:
+        on_tokens(0, [7])
+        await asyncio.sleep(0.01)
+        return "done"
+
+    async def tell(*arguments: Any) -> None:
+        raise BackendError("no connection")
+
+    worker.tell = tell  # type: ignore[method-assign]
+    with pytest.raises(BackendError, match="no connection"):
+        async with asyncio.timeout(10):
+            await talk(worker, "listens", ask=ask)
 
 
 async def test_two_calls_do_not_mix(worker: Worker) -> None:

@@ -11,7 +11,7 @@ from chatlearn_core.executor.flow_calls import sampled_as
 from chatlearn_core.executor.scheduler import FlowCall
 from chatlearn_core.executor.step_samples import RolloutRequest, without_completion
 from chatlearn_core.plugins.records import EnvironmentSpec
-from chatlearn_core.protocols import RolloutOrder
+from chatlearn_core.protocols import OnTokens, RolloutOrder
 from chatlearn_core.runtime.plan import RolePlan
 from chatlearn_core.types import Completion, GenerateRequest, Rollout
 
@@ -102,9 +102,9 @@ async def _one(call: FlowCall, request: RolloutRequest, turn: Callable[[], Await
         max_turns=role.max_turns,
     )
 
-    async def generate(handle: str, wanted: GenerateRequest) -> Completion:
+    async def generate(handle: str, wanted: GenerateRequest, on_tokens: OnTokens | None = None, /) -> Completion:
         await turn()
-        asking = RolloutRequest(request.sample_id, request.draw, wanted)
+        asking = RolloutRequest(request.sample_id, request.draw, wanted, on_tokens=on_tokens)
         found = await call.source.completion(role.uses[handle], asking)
         assert found is not None, "partial rollouts are refused beside environments"
         [completion] = await call.runtime.data.aget_completions([found])

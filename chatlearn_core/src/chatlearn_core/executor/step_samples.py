@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from chatlearn_core.batching import SamplePacker
+from chatlearn_core.protocols import OnTokens
 from chatlearn_core.types import ExampleDraw, GenerateRequest, Metrics, Prompt, Sample, SamplingParams
 
 
@@ -31,6 +32,8 @@ class RolloutRequest:
     """Whether a call excluded its sample on purpose or could not continue it: later calls skip it."""
     calls_left: int | None = None
     """Calls of the flow's stage that are not done for it yet; None before the stage is run."""
+    on_tokens: OnTokens | None = None
+    """Called with the request's tokens as they are sampled; see ``RolloutContext.generate``."""
 
     @property
     def group_id(self) -> str:

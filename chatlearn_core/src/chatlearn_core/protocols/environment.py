@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from chatlearn_core.exceptions import BackendError, ContractError, TurnLimitError
+from chatlearn_core.protocols.generator import OnTokens
 from chatlearn_core.types import (
     Completion,
     Example,
@@ -31,8 +32,9 @@ from chatlearn_core.types import (
 )
 from chatlearn_core.types.keyed_seed import keyed_seed
 
-GenerateFor = Callable[[str, GenerateRequest], Awaitable[Completion]]
-"""``(handle, request)`` -> the completion of the generator role with that handle (``uses`` of the environment role)."""
+GenerateFor = Callable[..., Awaitable[Completion]]
+"""``(handle, request)`` -> the completion of the generator role with that handle (``uses`` of the environment role). A
+third argument, an ``OnTokens``, is given only if the environment asks for tokens as they are sampled."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -176,6 +178,7 @@ class RolloutContext:
         role: str | None = None,
         sampling: SamplingParams | None = None,
         media: tuple[Media, ...] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Sample a completion of these tokens.
 
@@ -185,6 +188,9 @@ class RolloutContext:
             sampling: by default the run's. Its seed is replaced: by the rollout's in the first call, later by one keyed
                 by it and the number of the call.
             media: the media that the tokens refer to.
+            on_tokens: called on the environment's event loop with tokens as they are sampled, if the generator streams
+                (``GeneratorSpec.streaming``); otherwise never. If the request is repeated or resumed, calls may begin
+                again at an earlier position. What counts is the completion.
 
         Raises:
             TurnLimitError: the policy has sampled all the turns that the rollout may have.
@@ -209,7 +215,9 @@ class RolloutContext:
         seed = keyed_seed(self.order.seed, "turn", number) if number else self.order.seed  # as in generator.generate
         own = replace(wanted, seed=seed, max_tokens=min(wanted.max_tokens, room))
         request = GenerateRequest(f"{self.id}/{number}", token_ids, own, self.order.group_id, media=media)
-        return await self.generate_for(handle, request)
+        if on_tokens is None:
+            return await self.generate_for(handle, request)
+        return await self.generate_for(handle, request, on_tokens)
 
     def sequence(self, suffix: str = "") -> SequenceBuilder:
         """A builder for a sample that begins with the prompt.

@@ -334,8 +334,9 @@ async def test_a_completion_that_breaks_the_contract_is_refused_and_not_asked_fo
     assert fleet.asked == 1
 
 
-async def test_tokens_are_counted_as_they_come_where_it_is_asked_for(requests: Any) -> None:
+async def test_tokens_are_counted_and_told_as_they_come_where_it_is_asked_for(requests: Any) -> None:
     counted: list[int] = []
+    told: list[tuple[int, list[int]]] = []
 
     class Fleet:
         num_replicas, accepting = 1, frozenset({0})
@@ -346,7 +347,9 @@ async def test_tokens_are_counted_as_they_come_where_it_is_asked_for(requests: A
                     on_tokens(start, [7] * count)
             return requests.complete(request)
 
-    for count_tokens in (counted.append, None):
-        manager = RolloutManager(lambda: Fleet(), RolloutConfig(), count_tokens=count_tokens)  # type: ignore[arg-type,return-value]  # the part that is used
+    for count_tokens, streams in ((counted.append, True), (None, True), (counted.append, False)):
+        manager = RolloutManager(lambda: Fleet(), RolloutConfig(), streams=streams, count_tokens=count_tokens)  # type: ignore[arg-type,return-value]  # the part that is used
         await manager.generate(requests.make("r", tokens=4))
-    assert counted == [3, 1]
+        await manager.generate(requests.make("r", tokens=4), lambda start, ids: told.append((start, ids)))
+    assert counted == [3, 1] * 2, "of the generator that streams"
+    assert told == [(0, [7] * 3), (3, [7])] * 2

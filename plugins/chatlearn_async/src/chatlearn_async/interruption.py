@@ -17,7 +17,7 @@ from chatlearn_core.exceptions import BackendError, ConfigError, RoleLostError
 from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.executor.rollouts.pending import Group, Progress
 from chatlearn_core.executor.step_samples import RolloutRequest
-from chatlearn_core.protocols import AtSync
+from chatlearn_core.protocols import AtSync, OnTokens
 from chatlearn_core.types import Completion, GenerateRequest
 from chatlearn_core.types.array_ref import ArrayRef
 
@@ -104,7 +104,7 @@ class InterruptibleCompletions:
         if not found.ended:
             try:
                 if role in self.roles:
-                    found = replace(found, completion=await self._uninterrupted(role, request.sample_id, asked, made))
+                    found = replace(found, completion=await self._uninterrupted(role, request, asked, made))
                 else:
                     found = replace(found, completion=await self.rollouts.completion(role, request))
             except RoleLostError:
@@ -121,20 +121,22 @@ class InterruptibleCompletions:
         return found.completion
 
     async def _uninterrupted(
-        self, role: str, sample_id: str, asked: GenerateRequest, made: dict[str, Progress]
+        self, role: str, request: RolloutRequest, asked: GenerateRequest, made: dict[str, Progress]
     ) -> Completion:
         """The whole completion, however often it is interrupted."""
         while True:
             await self._open.wait()
             progress = made[asked.id]  # with plain arrays, if it was interrupted
-            cut = None if self.replay is None else self.replay.cut(self.step, sample_id, asked.id)
+            cut = None if self.replay is None else self.replay.cut(self.step, request.sample_id, asked.id)
             if cut is not None:
                 resumed = self._resumed
                 made[asked.id] = await self._sample_to(cut, role, asked, progress)
                 await resumed.wait()
                 continue
             number = self._num_interruptions
-            completion = await self._call(role, replace(asked, resume_from=progress.completion))
+            if request.on_tokens is not None and progress.completion is not None:
+                request.on_tokens(0, progress.completion.token_ids.tolist())
+            completion = await self._call(role, replace(asked, resume_from=progress.completion), request.on_tokens)
             was_interrupted = self.how == "continue" or number != self._num_interruptions
             if completion.finish_reason != "abort" or not was_interrupted:
                 return completion
@@ -162,8 +164,8 @@ class InterruptibleCompletions:
             )
         return replace(progress, completion=replace(completion, sampling=asked.sampling, finish_reason="abort"))
 
-    async def _call(self, role: str, request: GenerateRequest) -> Completion:
-        task = asyncio.ensure_future(self.rollouts.of(role).generate(request))
+    async def _call(self, role: str, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
+        task = asyncio.ensure_future(self.rollouts.of(role).generate(request, on_tokens))
         self._tasks[request.id] = role, task
         self.busy.begin()
         try:

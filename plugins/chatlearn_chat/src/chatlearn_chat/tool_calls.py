@@ -23,7 +23,7 @@ from chatlearn_chat.tool_markup import (
 )
 
 FormatName = Literal["hermes", "json", "glm", "qwen_xml", "deepseek", "harmony", "none"]
-_THOUGHT_END = "</think>"
+THOUGHT_END = "</think>"
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,5 +109,5 @@ def parsed_arguments(text: str) -> Any:
 
 def _behind_thought(text: str) -> tuple[str, str]:
     """The text up to the end of its thought, and what is behind it."""
-    head, end, said = text.rpartition(_THOUGHT_END)
+    head, end, said = text.rpartition(THOUGHT_END)
     return head + end, said

@@ -7,17 +7,17 @@ import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 from chatlearn_chat.renderer import ChatTemplateRenderer
 from chatlearn_chat.tool_call_probe import in_form
 from chatlearn_chat.tool_calls import FORMATS, FormatName, attempts_tool_call, parsed_tool_calls, turn_content
+from chatlearn_chat.turn_stream import REPLACEMENT, TurnStream
 from chatlearn_core.data.format import Message
-from chatlearn_core.types import Completion
+from chatlearn_core.types import Completion, SamplingParams
 
 T = TypeVar("T")
-_REPLACEMENT = "\ufffd"
-"""What a decoder writes for an incomplete character."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -114,13 +114,36 @@ class TurnReader:
         pieces = self._pieces(written, content, len(ids)) if in_pieces else ()
         return ReadTurn(content, tuple(calls), end_id, stop_string, pieces, attempted)
 
+    def stream(self, sampling: SamplingParams, *, tools: Sequence[Mapping[str, Any]]) -> TurnStream | None:
+        """Reads a turn while it is sampled; None if its content is known only when it is complete.
+
+        Args:
+            tools: as for ``read``.
+        """
+        form = FORMATS[self.written]
+        if form.content is not None or self._cleans_up:
+            return None
+        calls = (form.markers, self.written == "json") if tools else None
+        return TurnStream(
+            self._tokenizer, self._ends | set(sampling.stop_token_ids), sampling.stop, calls, skips_special=self._skip
+        )
+
+    @cached_property
+    def _cleans_up(self) -> bool:
+        """Whether decoding removes spaces before punctuation, so that a token changes the text before it."""
+        if not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
+            return False
+        ids = self._tokenizer.encode("a .", add_special_tokens=False)
+        kept: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return bool(self._tokenizer.decode(ids) != kept)
+
     def _pieces(self, ids: Sequence[int], content: str, num_tokens: int) -> tuple[TextPiece, ...]:
         """The content in parts; one part if it is not simply the tokens' texts in a row."""
         pieces: list[TextPiece] = []
         start = 0
         for stop in range(1, len(ids) + 1):
             text = self._tokenizer.decode(ids[start:stop], skip_special_tokens=self._skip)
-            if not text.endswith(_REPLACEMENT) or stop == len(ids):
+            if not text.endswith(REPLACEMENT) or stop == len(ids):
                 pieces.append(TextPiece(text, (start, stop)))
                 start = stop
         if "".join(piece.text for piece in pieces) != content or not pieces:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from chatlearn_chat.tool_calls import parsed_arguments
 from chatlearn_core.data.format import Message
-from chatlearn_gateway.chat import SAMPLING, ChatRequest, RefusedError, Reply
+from chatlearn_gateway.chat import SAMPLING, Begun, ChatRequest, Event, RefusedError, Reply
 from chatlearn_gateway.wire import Json, ServedBy, refuse_parameters, sampling_of, text_of_parts
 
 _WITHOUT_EFFECT = ("metadata", "service_tier")
@@ -111,48 +111,71 @@ def message_body(reply: Reply, served: ServedBy) -> Json:
         content.append({"type": "text", "text": reply.content})
     content += [_tool_use(index, reply) for index in range(len(reply.tool_calls))]
     return {
-        "id": f"msg_{served.session}_{reply.number}",
-        "type": "message",
-        "role": "assistant",
-        "model": served.model,
+        **_head(reply.number, served),
         "content": content,
         "stop_reason": _stop_reason(reply),
         "stop_sequence": reply.stop_string,
-        "usage": {
-            "input_tokens": reply.num_prompt_tokens - reply.num_cached_tokens,
-            "cache_read_input_tokens": reply.num_cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "output_tokens": len(reply.token_ids),
-        },
+        "usage": _usage(reply.begun, len(reply.token_ids)),
     }
 
 
-def message_events(reply: Reply, served: ServedBy) -> Iterator[tuple[str, Json]]:
-    """The events of a stream, as (event name, data)."""
-    whole = message_body(reply, served)
+class MessageEvents:
+    """Implements ``Events``."""
 
-    def event(kind: str, **data: Any) -> tuple[str, Json]:
-        return kind, {"type": kind, **data}
+    def __init__(self, served: ServedBy) -> None:
+        self._served = served
+        self._wrote = False
+        """Whether the block of the text, which is the first, has begun."""
 
-    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
-    begun["usage"] = {**whole["usage"], "output_tokens": 0}
-    yield event("message_start", message=begun)
-    for index, block in enumerate(whole["content"]):
-        if block["type"] == "text":
-            yield event("content_block_start", index=index, content_block={"type": "text", "text": ""})
-            for piece in reply.pieces:
-                yield event("content_block_delta", index=index, delta={"type": "text_delta", "text": piece.text})
-        else:
-            yield event("content_block_start", index=index, content_block={**block, "input": {}})
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-            yield event("content_block_delta", index=index, delta=delta)
-        yield event("content_block_stop", index=index)
-    yield event(
-        "message_delta",
-        delta={"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]},
-        usage={"output_tokens": len(reply.token_ids)},
-    )
-    yield event("message_stop")
+    def begun(self, begun: Begun) -> Iterator[Event]:
+        message = {**_head(begun.number, self._served), "content": [], "stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", message={**message, "usage": _usage(begun, 0)})
+
+    def text(self, text: str) -> Iterator[Event]:
+        if not self._wrote:
+            self._wrote = True
+            yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+
+    def rest(self, reply: Reply) -> Iterator[Event]:
+        whole = message_body(reply, self._served)
+        for index, block in enumerate(whole["content"]):
+            if block["type"] == "text":
+                for piece in reply.pieces:
+                    yield from self.text(piece.text)
+            else:
+                yield _event("content_block_start", index=index, content_block={**block, "input": {}})
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+                yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        yield _event(
+            "message_delta",
+            delta={"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]},
+            usage=whole["usage"],
+        )
+        yield _event("message_stop")
+
+
+def _event(kind: str, **data: Any) -> Event:
+    return kind, {"type": kind, **data}
+
+
+def _head(number: int, served: ServedBy) -> Json:
+    return {
+        "id": f"msg_{served.session}_{number}",
+        "type": "message",
+        "role": "assistant",
+        "model": served.model,
+    }
+
+
+def _usage(begun: Begun, num_sampled: int) -> Json:
+    return {
+        "input_tokens": begun.num_prompt_tokens - begun.num_cached_tokens,
+        "cache_read_input_tokens": begun.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": num_sampled,
+    }
 
 
 def _tool_use(index: int, reply: Reply) -> Json:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from chatlearn_chat.turn_reader import TextPiece
 from chatlearn_core.data.format import Message
@@ -76,6 +76,21 @@ class ChatRequest:
 
 
 @dataclass(slots=True, frozen=True)
+class Begun:
+    """What is known of a turn when its first text is."""
+
+    number: int
+    """Of the request in its session, from 0."""
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    """0 while the turn is sampled."""
+
+
+OnText = Callable[[Begun, str], None]
+"""Called with further text of a turn while it is sampled. All texts together are the beginning of its content."""
+
+
+@dataclass(slots=True, frozen=True)
 class ToolCall:
     """A call that the policy wrote."""
 
@@ -105,12 +120,37 @@ class Reply:
     token_texts: Sequence[str]
     logprobs: Sequence[float]
     pieces: tuple[TextPiece, ...]
-    """``content`` in parts, for a request that streams; otherwise empty."""
+    """``content`` in parts, for a request that streams; otherwise empty. Where parts were sent while the turn was
+    sampled, the rest is one part, with all tokens."""
     end_id: int | None
     """The sampled token that ended the turn; None if a limit or a stop string did."""
     commit: Callable[[], None] = lambda: None
     withdraw: Callable[[], None] = lambda: None
     """Called if the client left before it had the whole turn, committed or not: excludes the turn from training."""
+
+    @property
+    def begun(self) -> Begun:
+        """What a stream begins with."""
+        return Begun(self.number, self.num_prompt_tokens, self.num_cached_tokens)
+
+
+Event = tuple[str, dict[str, Any]]
+"""(event name, data) of a server-sent event."""
+
+
+class Events(Protocol):
+    """The events of one stream, in the form of a protocol: ``begun``, then ``text`` for text that is sent while the
+    turn is sampled, then ``rest``; each at most once but ``text``.
+    """
+
+    def begun(self, begun: Begun) -> Iterator[Event]:
+        """The first events."""
+
+    def text(self, text: str) -> Iterator[Event]:
+        """Further text."""
+
+    def rest(self, reply: Reply) -> Iterator[Event]:
+        """The pieces of the reply, its calls, and the end."""
 
 
 def reply_message(reply: Reply, arguments_of: Callable[[str], Any]) -> Message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from chatlearn_chat.prompt_messages import messages_of
 from chatlearn_chat.turn_reader import TurnReader, reader_of
 from chatlearn_core.data.format import Message
 from chatlearn_core.exceptions import BackendError, ConfigError, TurnLimitError
-from chatlearn_core.protocols import RoleContext, RolloutContext
+from chatlearn_core.protocols import OnTokens, RoleContext, RolloutContext
 from chatlearn_core.types import Completion, Prompt, RewardResult, Rollout, RolloutStatus, SamplingParams, TokenIds
 from chatlearn_gateway.agents import Agent, AgentCall, CommandAgent, FunctionAgent
 from chatlearn_gateway.options import AgentOptions
@@ -126,10 +127,21 @@ class AgentEnvironment:
     def _session(self, context: RolloutContext, reader: TurnReader) -> Session:
         here = asyncio.get_running_loop()
 
-        async def generate(token_ids: TokenIds, sampling: SamplingParams, role: str | None) -> Completion:
+        async def generate(
+            token_ids: TokenIds, sampling: SamplingParams, role: str | None, on_tokens: OnTokens | None
+        ) -> Completion:
             """On the environment's loop, from the server's."""
-            asked = asyncio.run_coroutine_threadsafe(context.generate(token_ids, sampling=sampling, role=role), here)
-            return await asyncio.wrap_future(asked)
+            there = asyncio.get_running_loop()
+
+            def told(start: int, token_ids: list[int]) -> None:
+                assert on_tokens is not None, "otherwise not called"
+                with contextlib.suppress(RuntimeError):  # the server's loop has ended
+                    there.call_soon_threadsafe(on_tokens, start, token_ids)
+
+            sampled = context.generate(
+                token_ids, sampling=sampling, role=role, on_tokens=None if on_tokens is None else told
+            )
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(sampled, here))
 
         overrides = self.options.request_sampling == "run"
         return Session(context, reader, generate, self._others, overrides_sampling=overrides)

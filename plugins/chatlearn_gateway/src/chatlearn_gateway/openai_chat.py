@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from chatlearn_chat.tool_calls import parsed_arguments
-from chatlearn_gateway.chat import SAMPLING, ChatRequest, RefusedError, Reply
+from chatlearn_gateway.chat import SAMPLING, Begun, ChatRequest, Event, RefusedError, Reply
 from chatlearn_gateway.wire import Json, ServedBy, refuse_parameters, sampling_of, text_of_parts
 
 _WITHOUT_EFFECT = (
@@ -149,26 +149,40 @@ def completion_body(reply: Reply, request: ChatCompletionRequest, served: Served
         "finish_reason": reply.finish,
         "logprobs": _logprobs(reply, 0, len(reply.token_ids)) if request.logprobs else None,
     }
-    return {**_head(reply, served, "chat.completion"), "choices": [choice], "usage": usage(reply)}
+    return {**_head(reply.number, served, "chat.completion"), "choices": [choice], "usage": usage(reply)}
 
 
-def completion_chunks(reply: Reply, request: ChatCompletionRequest, served: ServedBy) -> Iterator[tuple[str, Json]]:
-    """The events of a stream, as (event name, data); ``[DONE]`` follows them."""
-    head = _head(reply, served, "chat.completion.chunk")
+class CompletionEvents:
+    """Implements ``Events``; ``[DONE]`` follows them."""
 
-    def chunk(delta: Json, *, finish: str | None = None, logprobs: Json | None = None) -> tuple[str, Json]:
+    def __init__(self, request: ChatCompletionRequest, served: ServedBy) -> None:
+        self._request = request
+        self._served = served
+        self._head: Json = {}
+
+    def begun(self, begun: Begun) -> Iterator[Event]:
+        self._head = _head(begun.number, self._served, "chat.completion.chunk")
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    def text(self, text: str) -> Iterator[Event]:
+        yield self._chunk({"content": text})
+
+    def rest(self, reply: Reply) -> Iterator[Event]:
+        with_logprobs = self._request.logprobs
+        for piece in reply.pieces:
+            if piece.text or with_logprobs:
+                logprobs = _logprobs(reply, *piece.tokens) if with_logprobs else None
+                yield self._chunk({"content": piece.text}, logprobs=logprobs)
+        for index in range(len(reply.tool_calls)):
+            yield self._chunk({"tool_calls": [{"index": index, **_call(index, reply)}]})
+        yield self._chunk({}, finish=reply.finish)
+        options = self._request.stream_options
+        if options is not None and options.include_usage:
+            yield "", {**self._head, "choices": [], "usage": usage(reply)}
+
+    def _chunk(self, delta: Json, *, finish: str | None = None, logprobs: Json | None = None) -> Event:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-        return "", {**head, "choices": [choice]}
-
-    yield chunk({"role": "assistant", "content": ""})
-    for piece in reply.pieces:
-        if piece.text or request.logprobs:
-            yield chunk({"content": piece.text}, logprobs=_logprobs(reply, *piece.tokens) if request.logprobs else None)
-    for index in range(len(reply.tool_calls)):
-        yield chunk({"tool_calls": [{"index": index, **_call(index, reply)}]})
-    yield chunk({}, finish=reply.finish)
-    if request.stream_options is not None and request.stream_options.include_usage:
-        yield "", {**head, "choices": [], "usage": usage(reply)}
+        return "", {**self._head, "choices": [choice]}
 
 
 def usage(reply: Reply) -> Json:
@@ -203,9 +217,9 @@ def _call(index: int, reply: Reply) -> Json:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _head(reply: Reply, served: ServedBy, kind: str) -> Json:
+def _head(number: int, served: ServedBy, kind: str) -> Json:
     return {
-        "id": f"chatcmpl-{served.session}-{reply.number}",
+        "id": f"chatcmpl-{served.session}-{number}",
         "object": kind,
         "created": served.time_s,
         "model": served.model,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from chatlearn_chat.tool_calls import parsed_arguments
 from chatlearn_core.data.format import Message
-from chatlearn_gateway.chat import SAMPLING, ChatRequest, RefusedError, Reply
+from chatlearn_gateway.chat import SAMPLING, Begun, ChatRequest, Event, RefusedError, Reply
 from chatlearn_gateway.openai_chat import token_logprobs
 from chatlearn_gateway.wire import Json, ServedBy, refuse_parameters, sampling_of, text_of_parts
 
@@ -111,74 +111,109 @@ def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "function", "function": kept}
 
 
-def response_body(reply: Reply, request: ResponsesRequest, served: ServedBy, status: str | None = None) -> Json:
-    """The response; ``status`` is given while a stream begins, when there is no output yet."""
+def response_body(reply: Reply, request: ResponsesRequest, served: ServedBy) -> Json:
+    """The response to a request that does not stream, and the end of a stream."""
     incomplete = {"reason": "max_output_tokens"} if reply.finish == "length" else None
-    final = "incomplete" if incomplete else "completed"
-    done = status is None
     return {
-        "id": response_id(reply, served),
+        **_begun_body(reply.number, request, served),
+        "status": "incomplete" if incomplete else "completed",
+        "incomplete_details": incomplete,
+        "output": _items(reply, request, served),
+        "usage": _usage(reply),
+    }
+
+
+def _begun_body(number: int, request: ResponsesRequest, served: ServedBy) -> Json:
+    """The response while a stream begins, when there is no output yet."""
+    return {
+        "id": response_id(number, served),
         "object": "response",
         "created_at": served.time_s,
         "model": served.model,
-        "status": final if done else status,
+        "status": "in_progress",
         "error": None,
-        "incomplete_details": incomplete if done else None,
+        "incomplete_details": None,
         "instructions": request.instructions,
         "metadata": {},
-        "output": _items(reply, request, served) if done else [],
+        "output": [],
         "parallel_tool_calls": True,
         "previous_response_id": request.previous_response_id,
         "temperature": None,
         "tool_choice": request.tool_choice or "auto",
         "tools": request.tools or [],
         "top_p": None,
-        "usage": _usage(reply) if done else None,
+        "usage": None,
     }
 
 
-def response_events(reply: Reply, request: ResponsesRequest, served: ServedBy) -> Iterator[tuple[str, Json]]:
-    """The events of a stream, as (event name, data)."""
-    number = 0
+class ResponseEvents:
+    """Implements ``Events``."""
 
-    def event(kind: str, **data: Any) -> tuple[str, Json]:
-        nonlocal number
-        number += 1
-        return kind, {"type": kind, "sequence_number": number - 1, **data}
+    def __init__(self, request: ResponsesRequest, served: ServedBy) -> None:
+        self._request = request
+        self._served = served
+        self._num_events = 0
+        self._place: Json = {}
+        """Of the text, which is the first item; empty until it has begun."""
+        self._message_id = ""
 
-    yield event("response.created", response=response_body(reply, request, served, "in_progress"))
-    yield event("response.in_progress", response=response_body(reply, request, served, "in_progress"))
-    for index, item in enumerate(_items(reply, request, served)):
+    def begun(self, begun: Begun) -> Iterator[Event]:
+        self._message_id = _message_id(begun.number, self._served)
+        body = _begun_body(begun.number, self._request, self._served)
+        yield self._event("response.created", response=body)
+        yield self._event("response.in_progress", response=body)
+
+    def text(self, text: str, logprobs: Sequence[Json] = ()) -> Iterator[Event]:
+        if not self._place:
+            self._place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+            item = {"id": self._message_id, "type": "message", "role": "assistant"}
+            begun = {**item, "status": "in_progress", "content": []}
+            yield self._event("response.output_item.added", output_index=0, item=begun)
+            yield self._event("response.content_part.added", **self._place, part=_part("", ()))
+        yield self._event("response.output_text.delta", **self._place, delta=text, logprobs=list(logprobs))
+
+    def rest(self, reply: Reply) -> Iterator[Event]:
+        for index, item in enumerate(_items(reply, self._request, self._served)):
+            if item["type"] == "function_call":
+                yield from self._call(index, item)
+            else:
+                for piece in reply.pieces:
+                    yield from self.text(
+                        piece.text, token_logprobs(reply, *piece.tokens) if self._request.logprobs else ()
+                    )
+                [part] = item["content"]
+                text, logprobs = part["text"], part["logprobs"]
+                yield self._event("response.output_text.done", **self._place, text=text, logprobs=logprobs)
+                yield self._event("response.content_part.done", **self._place, part=part)
+            yield self._event("response.output_item.done", output_index=index, item=item)
+        kind = "response.incomplete" if reply.finish == "length" else "response.completed"
+        yield self._event(kind, response=response_body(reply, self._request, self._served))
+
+    def _call(self, index: int, item: Json) -> Iterator[Event]:
         place: Json = {"item_id": item["id"], "output_index": index}
-        if item["type"] == "function_call":
-            yield event(
-                "response.output_item.added",
-                output_index=index,
-                item={**item, "arguments": "", "status": "in_progress"},
-            )
-            yield event("response.function_call_arguments.delta", **place, delta=item["arguments"])
-            yield event(
-                "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
-            )
-        else:
-            begun = {**item, "content": [], "status": "in_progress"}
-            yield event("response.output_item.added", output_index=index, item=begun)
-            [part] = item["content"]
-            place["content_index"] = 0
-            yield event("response.content_part.added", **place, part={**part, "text": "", "logprobs": []})
-            for piece in reply.pieces:
-                logprobs = token_logprobs(reply, *piece.tokens) if request.logprobs else []
-                yield event("response.output_text.delta", **place, delta=piece.text, logprobs=logprobs)
-            yield event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
-            yield event("response.content_part.done", **place, part=part)
-        yield event("response.output_item.done", output_index=index, item=item)
-    kind = "response.incomplete" if reply.finish == "length" else "response.completed"
-    yield event(kind, response=response_body(reply, request, served))
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        yield self._event("response.output_item.added", output_index=index, item=begun)
+        yield self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+        yield self._event(
+            "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
+        )
+
+    def _event(self, kind: str, **data: Any) -> Event:
+        self._num_events += 1
+        return kind, {"type": kind, "sequence_number": self._num_events - 1, **data}
 
 
-def response_id(reply: Reply, served: ServedBy) -> str:
+def response_id(number: int, served: ServedBy) -> str:
     """Id by which the next request may refer to this response."""
-    return f"resp_{served.session}_{reply.number}"
+    return f"resp_{served.session}_{number}"
+
+
+def _message_id(number: int, served: ServedBy) -> str:
+    return f"msg_{served.session}_{number}"
+
+
+def _part(text: str, logprobs: Sequence[Json]) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def _items(reply: Reply, request: ResponsesRequest, served: ServedBy) -> list[Json]:
@@ -187,8 +222,8 @@ def _items(reply: Reply, request: ResponsesRequest, served: ServedBy) -> list[Js
     items: list[Json] = []
     if reply.content or not reply.tool_calls:
         logprobs = token_logprobs(reply, 0, len(reply.token_ids)) if request.logprobs else []
-        part = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": logprobs}
-        items.append({"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status, "content": [part]})
+        item = {"id": _message_id(reply.number, served), "type": "message", "role": "assistant", "status": status}
+        items.append({**item, "content": [_part(reply.content, logprobs)]})
     for index, call in enumerate(reply.tool_calls):
         items.append(
             {

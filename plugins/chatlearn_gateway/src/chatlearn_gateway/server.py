@@ -26,10 +26,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from chatlearn_chat.tool_calls import parsed_arguments
 from chatlearn_core.data.format import Message
 from chatlearn_core.exceptions import BackendError
-from chatlearn_gateway.anthropic_messages import MessagesRequest, message_body, message_events
-from chatlearn_gateway.chat import ChatRequest, RefusalKind, RefusedError, Reply, reply_message
-from chatlearn_gateway.openai_chat import ChatCompletionRequest, completion_body, completion_chunks
-from chatlearn_gateway.openai_responses import ResponsesRequest, response_body, response_events, response_id
+from chatlearn_gateway.anthropic_messages import MessageEvents, MessagesRequest, message_body
+from chatlearn_gateway.chat import (
+    Begun,
+    ChatRequest,
+    Event,
+    Events,
+    RefusalKind,
+    RefusedError,
+    Reply,
+    reply_message,
+)
+from chatlearn_gateway.openai_chat import ChatCompletionRequest, CompletionEvents, completion_body
+from chatlearn_gateway.openai_responses import ResponseEvents, ResponsesRequest, response_body, response_id
 from chatlearn_gateway.session import Session
 from chatlearn_gateway.wire import Json, ServedBy
 
@@ -47,6 +56,8 @@ _ENDED_KEYS = 4096
 """Keys of ended rollouts that are remembered, so that an agent which goes on is told why it is refused."""
 _TURNS_TO_NOTICE = 3
 """Turns of the event loop in which the server notices that a connection has been closed."""
+_JOINED = 4096
+"""Small writes are joined up to this length, bytes; longer ones go on to the transport, which limits what waits."""
 _UNREAD = "chatlearn.unread"
 """Key of a request's scope: called if the client resets the connection after the response was written."""
 B = TypeVar("B", bound=BaseModel)
@@ -251,9 +262,10 @@ class Gateway:
     async def _chat_completions(self, served: _Open, request: Request) -> Response:
         body = await self._body(request, ChatCompletionRequest)
         by = self._served_by(served, body.model)
-        reply = await self._reply(served, request, self._asked(body.model, body.chat()))
+        sampling = _Sampling(served, request, self._asked(body.model, body.chat()))
         if body.stream:
-            return self._stream(served, request, reply, completion_chunks(reply, body, by), end="data: [DONE]\n\n")
+            return await _streamed(sampling, CompletionEvents(body, by), _chat_event, end="data: [DONE]\n\n")
+        reply = await sampling.whole()
         return self._whole(reply, completion_body(reply, body, by))
 
     async def _responses(self, served: _Open, request: Request) -> Response:
@@ -269,10 +281,15 @@ class Gateway:
             previous = served.answered[body.previous_response_id]
         by = self._served_by(served, body.model)
         chat = self._asked(body.model, body.chat(previous))
-        reply = await self._reply(served, request, chat)
-        served.answered[response_id(reply, by)] = (*chat.messages, reply_message(reply, parsed_arguments))
+
+        def answered(reply: Reply) -> None:
+            messages = (*chat.messages, reply_message(reply, parsed_arguments))
+            served.answered[response_id(reply.number, by)] = messages
+
+        sampling = _Sampling(served, request, chat, answered)
         if body.stream:
-            return self._stream(served, request, reply, response_events(reply, body, by))
+            return await _streamed(sampling, ResponseEvents(body, by), _response_event)
+        reply = await sampling.whole()
         return self._whole(reply, response_body(reply, body, by))
 
     async def _messages(self, served: _Open, request: Request) -> Response:
@@ -280,9 +297,10 @@ class Gateway:
         if body.max_tokens is None:
             raise RefusedError("invalid", "max_tokens: Field required", "max_tokens")
         by = self._served_by(served, body.model)
-        reply = await self._reply(served, request, self._asked(body.model, body.chat()))
+        sampling = _Sampling(served, request, self._asked(body.model, body.chat()))
         if body.stream:
-            return self._stream(served, request, reply, message_events(reply, by))
+            return await _streamed(sampling, MessageEvents(by), _message_event)
+        reply = await sampling.whole()
         return self._whole(reply, message_body(reply, by))
 
     async def _count_tokens(self, served: _Open, request: Request) -> Response:
@@ -333,67 +351,177 @@ class Gateway:
         self._check_model(body.model)  # type: ignore[attr-defined]  # all bodies have it
         return body
 
-    async def _reply(self, served: _Open, request: Request, chat: ChatRequest) -> Reply:
-        """The policy's turn, unless the client disconnects or the session ends before it is sampled."""
-        replying = asyncio.create_task(served.session.reply(chat))
-        leaving = asyncio.create_task(_disconnected(request))
-        served.tasks.add(replying)
-        try:
-            await asyncio.wait((replying, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not replying.done():
-                served.session.counts.disconnected += 1
-                raise RefusedError("invalid", "the client disconnected before it was answered")
-            if replying.cancelled():
-                raise RefusedError("over", "the rollout that this key belongs to is over")
-            reply = replying.result()
-            request.scope[_UNREAD] = reply.withdraw
-            return reply
-        finally:
-            served.tasks.discard(replying)
-            for task in (replying, leaving):
-                task.cancel()
-
     def _whole(self, reply: Reply, body: Json) -> Response:
         response = JSONResponse(body)
         reply.commit()
         return response
 
-    def _stream(
-        self, served: _Open, request: Request, reply: Reply, events: Iterator[tuple[str, Json]], end: str = ""
-    ) -> Response:
-        """Server-sent events. The turn is recorded before the last one, so that a client that has it may go on.
 
-        The turn is withdrawn if the client leaves before it, or closes the connection with a part of it unread.
+class _Sampling:
+    """A request's turn while it is sampled, and its text meanwhile.
+
+    Args:
+        answered: called with the turn when it is complete.
+    """
+
+    def __init__(
+        self,
+        served: _Open,
+        request: Request,
+        chat: ChatRequest,
+        answered: Callable[[Reply], None] = lambda reply: None,
+    ) -> None:
+        self.request = request
+        self._served = served
+        self._answered = answered
+        self._texts: asyncio.Queue[tuple[Begun, str] | None] = asyncio.Queue()
+        on_text = self._put if chat.streams else None
+        self._replying = asyncio.create_task(served.session.reply(chat, on_text))
+        self._leaving = asyncio.create_task(_disconnected(request))
+        served.tasks.add(self._replying)
+        for task in (self._replying, self._leaving):
+            task.add_done_callback(lambda _: self._texts.put_nowait(None))
+
+    def _put(self, begun: Begun, text: str) -> None:
+        self._texts.put_nowait((begun, text))
+
+    async def text(self) -> tuple[Begun, str] | None:
+        """Further text; None when the turn is complete or cannot be."""
+        return await self._texts.get()
+
+    def reply(self) -> Reply:
+        """The turn, once ``text`` has returned None.
+
+        Raises:
+            RefusedError: there is none: the client has disconnected, the session has ended, or the request failed.
         """
-        encoded = [_event(name, data) for name, data in events]
-        encoded.append(end)
-        recorded = False
-        size = sum(len(part.encode()) for part in encoded)
+        if not self._replying.done():
+            self._served.session.counts.disconnected += 1
+            raise RefusedError("invalid", "the client disconnected before it was answered")
+        if self._replying.cancelled():
+            raise RefusedError("over", "the rollout that this key belongs to is over")
+        reply = self._replying.result()
+        self.request.scope[_UNREAD] = reply.withdraw
+        self._answered(reply)
+        return reply
 
-        async def parts() -> AsyncIterator[str]:
-            nonlocal recorded
-            for part in encoded[:-2]:
-                yield part
-            await _noticed()
-            if await request.is_disconnected():  # writing to a closed connection raises nothing
+    async def whole(self) -> Reply:
+        """The turn when it is complete; raises as ``reply`` does."""
+        try:
+            while await self.text() is not None:
+                pass
+            return self.reply()
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Give the turn up if it is not complete."""
+        self._served.tasks.discard(self._replying)
+        for task in (self._replying, self._leaving):
+            task.cancel()
+
+
+async def _streamed(
+    sampling: _Sampling, events: Events, as_event: Callable[[RefusedError], str], *, end: str = ""
+) -> Response:
+    """Server-sent events. The turn is recorded before the last one, so that a client that has it may go on.
+
+    They begin with the first text that is certain, or when the turn is complete. The turn is withdrawn if the client
+    leaves before the last, or closes the connection with a part of it unread; while it is sampled, it is given up.
+
+    Raises:
+        RefusedError: the request is not answered, and no event was sent.
+    """
+    try:
+        first = await sampling.text()
+        reply = None if first is not None else sampling.reply()
+    except BaseException:
+        sampling.end()
+        raise
+    delivery = _Delivery(sampling, events, as_event, end, first, reply)
+    return _EventStream(delivery.parts(), delivery.ended, delivery.size)
+
+
+class _Delivery:
+    """The body of a stream."""
+
+    def __init__(
+        self,
+        sampling: _Sampling,
+        events: Events,
+        as_event: Callable[[RefusedError], str],
+        end: str,
+        first: tuple[Begun, str] | None,
+        reply: Reply | None,
+    ) -> None:
+        self._sampling = sampling
+        self._events = events
+        self._as_event = as_event
+        self._end = end
+        self._first = first
+        self._reply = reply
+        self._settled = False
+        """Whether the turn is recorded, or there is none."""
+        self._whole: list[str] = []
+        if reply is not None:
+            self._whole = [*_encoded(events.begun(reply.begun)), *self._rest(reply)]
+
+    @property
+    def size(self) -> int | None:
+        """Number of bytes; None while the turn is sampled."""
+        return sum(len(part.encode()) for part in self._whole) if self._whole else None
+
+    async def parts(self) -> AsyncIterator[str]:
+        """The encoded events."""
+        encoded = self._whole
+        if self._first is not None:
+            begun, text = self._first
+            yield "".join([*_encoded(self._events.begun(begun)), *_encoded(self._events.text(text))])
+            while (more := await self._sampling.text()) is not None:
+                yield "".join(_encoded(self._events.text(more[1])))
+            try:
+                self._reply = self._sampling.reply()
+            except RefusedError as error:
+                self._settled = True
+                yield self._as_event(error)
                 return
-            reply.commit()
-            recorded = True
-            yield "".join(encoded[-2:])
+            encoded = self._rest(self._reply)
+        assert self._reply is not None, "complete"
+        for part in encoded[:-2]:
+            yield part
+        await _noticed()
+        if await self._sampling.request.is_disconnected():  # writing to a closed connection raises nothing
+            return
+        self._reply.commit()
+        self._settled = True
+        yield "".join(encoded[-2:])
 
-        def ended() -> None:
-            if not recorded:
-                reply.withdraw()
+    def ended(self) -> None:
+        """The response has ended, whether or not all parts were sent."""
+        try:
+            if not self._settled:
+                with contextlib.suppress(RefusedError):  # the turn was not complete, or failed
+                    reply = self._reply or self._sampling.reply()
+                    reply.withdraw()
+        finally:
+            self._sampling.end()
 
-        return _EventStream(parts(), ended, size)
+    def _rest(self, reply: Reply) -> list[str]:
+        return [*_encoded(self._events.rest(reply)), self._end]
 
 
 class _Protocol(H11Protocol):
-    """Reports a client that leaves a written response unread.
+    """Reports a client that leaves a written response unread, and writes the last event of a stream with its end.
 
     Socket buffers may take a whole stream before the client has read any of it. A client that closes the connection
     with unread bytes in its buffer resets it (RFC 1122, 4.2.2.13; Linux does); one that has read everything does not.
+
+    A client may close the connection behind the last event. Were the end of a chunked body, which no client waits for,
+    written by itself, it would be unread then.
     """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(cast("asyncio.Transport", _JoinedWrites(transport)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -402,14 +530,42 @@ class _Protocol(H11Protocol):
             scope[_UNREAD]()
 
 
+class _JoinedWrites:
+    """A transport that joins small writes of one turn of the event loop."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._pending = bytearray()
+
+    def write(self, data: bytes) -> None:
+        if not self._pending:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._pending += data
+        if len(self._pending) > _JOINED:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._pending:
+            data, self._pending = bytes(self._pending), bytearray()
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class _EventStream(StreamingResponse):
     """A stream of server-sent events that reports its end, also where the client has left.
 
-    It has a length instead of chunks: a client that leaves behind the last event has then read every byte.
+    Where its length is known it has one instead of chunks: a client that leaves behind the last event has then read
+    every byte.
     """
 
-    def __init__(self, parts: AsyncIterator[str], ended: Callable[[], None], size: int) -> None:
-        headers = {"cache-control": "no-cache", "content-length": str(size)}
+    def __init__(self, parts: AsyncIterator[str], ended: Callable[[], None], size: int | None) -> None:
+        headers = {"cache-control": "no-cache"} | ({} if size is None else {"content-length": str(size)})
         super().__init__(parts, media_type="text/event-stream", headers=headers)
         self._ended = ended
 
@@ -434,6 +590,10 @@ async def _disconnected(request: Request) -> None:
 
 def _model(name: str) -> Json:
     return {"id": name, "object": "model", "created": 0, "owned_by": "chatlearn"}
+
+
+def _encoded(events: Iterator[Event]) -> list[str]:
+    return [_event(name, data) for name, data in events]
 
 
 def _event(name: str, data: Json) -> str:
@@ -469,6 +629,18 @@ def anthropic_error(error: RefusedError) -> Json:
     """A refusal in the form of Anthropic's protocol."""
     kind = _ANTHROPIC_TYPES.get(error.kind, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def _chat_event(error: RefusedError) -> str:
+    return _event("", openai_error(error))
+
+
+def _response_event(error: RefusedError) -> str:
+    return _event("error", {"type": "error", **openai_error(error)})
+
+
+def _message_event(error: RefusedError) -> str:
+    return _event("error", anthropic_error(error))
 
 
 def _as_error(request: Request, error: RefusedError, status: int) -> Response:

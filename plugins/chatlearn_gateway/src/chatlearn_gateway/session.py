@@ -6,25 +6,36 @@ import asyncio
 import copy
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
 from chatlearn_chat.tool_calls import parsed_arguments
-from chatlearn_chat.turn_reader import TurnReader
+from chatlearn_chat.turn_reader import TextPiece, TurnReader
+from chatlearn_chat.turn_stream import TurnStream
 from chatlearn_core.data.format import Message
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, DataError, ModelError, TurnLimitError
-from chatlearn_core.protocols import RolloutContext
+from chatlearn_core.protocols import OnTokens, RolloutContext
 from chatlearn_core.protocols.environment import SequenceBuilder
 from chatlearn_core.protocols.prompt_renderer import TooLongError
 from chatlearn_core.types import Completion, Sample, SamplingParams, TokenIds
-from chatlearn_gateway.chat import ChatRequest, FinishedBy, RefusedError, Reply, ToolCall, reply_message
+from chatlearn_gateway.chat import (
+    Begun,
+    ChatRequest,
+    FinishedBy,
+    OnText,
+    RefusedError,
+    Reply,
+    ToolCall,
+    reply_message,
+)
 from chatlearn_gateway.wire import check_tools
 
-Generate = Callable[[TokenIds, SamplingParams, str | None], Awaitable[Completion]]
-"""Samples a completion of [P] ids; from another generator than the policy, if its handle is given."""
+Generate = Callable[[TokenIds, SamplingParams, str | None, OnTokens | None], Awaitable[Completion]]
+"""Samples a completion of [P] ids; from another generator than the policy, if its handle is given. The last is called
+on the server's event loop with tokens as they are sampled, if the generator streams."""
 _LONG_CHARACTERS = 1 << 15
 """A request with more characters is rendered in a thread: encoding it takes tens of milliseconds or more."""
 DISCONNECTED = "client disconnected"
@@ -67,6 +78,28 @@ class _Turn:
     """Where it was recorded."""
     before: tuple[int, SequenceBuilder] | None = None
     """Last number and content of its sequence before it; None if the sequence begins with it."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Live:
+    """A turn whose text is sent while it is sampled."""
+
+    stream: TurnStream
+    begun: Begun
+    on_text: OnText
+
+    @staticmethod
+    def of(
+        reader: TurnReader, request: ChatRequest, sampling: SamplingParams, begun: Begun, on_text: OnText | None
+    ) -> _Live | None:
+        """None if nobody asks for the text, or it is known only when the turn is complete."""
+        stream = None if on_text is None else reader.stream(sampling, tools=request.tools)
+        return None if stream is None or on_text is None else _Live(stream, begun, on_text)
+
+    def told(self, start: int, token_ids: Sequence[int]) -> None:
+        """An ``OnTokens``."""
+        if text := self.stream.told(start, token_ids):
+            self.on_text(self.begun, text)
 
 
 @dataclass(slots=True)
@@ -123,15 +156,18 @@ class Session:
     _withdrawn: list[_Turn] = field(default_factory=list)
     """Turns that their clients did not get."""
 
-    async def reply(self, request: ChatRequest) -> Reply:
+    async def reply(self, request: ChatRequest, on_text: OnText | None = None) -> Reply:
         """Sample the policy's turn.
+
+        Args:
+            on_text: called with text while the turn is sampled, if the generator streams.
 
         Raises:
             RefusedError: the request cannot be answered; the session goes on.
         """
         number, self.counts.requests = self.counts.requests, self.counts.requests + 1
         try:
-            return await self._reply(request, number)
+            return await self._reply(request, number, on_text)
         except RefusedError as error:
             self.counts.refused += 1
             if error.kind in ("context_length", "turn_limit"):
@@ -170,12 +206,12 @@ class Session:
             for name, one in zip(names, found, strict=False)
         ]
 
-    async def _reply(self, request: ChatRequest, number: int) -> Reply:
+    async def _reply(self, request: ChatRequest, number: int, on_text: OnText | None) -> Reply:
         if self.over:
             raise RefusedError("over", "the rollout that this key belongs to is over")
         check_tools(request.tools)
         if request.other_model is not None:
-            return await self._other_reply(request, request.other_model, number)
+            return await self._other_reply(request, request.other_model, number, on_text)
         point, index, digest = self._precedent(request)
         prompt_ids = await self._prompt_ids(request, point, index)
         if len(prompt_ids) >= self.context.max_tokens:
@@ -186,12 +222,13 @@ class Session:
             self._arrived(point.turn)
         most = sampling.max_tokens if request.max_tokens is None else min(sampling.max_tokens, request.max_tokens)
         sampling = replace(sampling, max_tokens=most, stop=(*sampling.stop, *request.stop))
-        completion = await self._completion(prompt_ids, sampling, None)
+        live = _Live.of(self.reader, request, sampling, Begun(number, len(prompt_ids)), on_text)
+        completion = await self._completion(prompt_ids, sampling, None, live)
         if self.over:
             raise RefusedError("over", "the rollout that this key belongs to is over")
-        return self._read(request, number, point, prompt_ids, completion, digest)
+        return self._read(request, number, point, prompt_ids, completion, digest, live)
 
-    async def _other_reply(self, request: ChatRequest, handle: str, number: int) -> Reply:
+    async def _other_reply(self, request: ChatRequest, handle: str, number: int, on_text: OnText | None) -> Reply:
         """The turn of another generator than the policy, sampled as the request asks."""
         self.counts.other_models += 1
         reader = self.others[handle]
@@ -215,8 +252,9 @@ class Session:
             )
         except ValueError as error:
             raise RefusedError("invalid", str(error)) from error
-        completion = await self._completion(prompt_ids, sampling, handle)
-        return self._reply_of(reader, request, number, prompt_ids, completion)
+        live = _Live.of(reader, request, sampling, Begun(number, len(prompt_ids)), on_text)
+        completion = await self._completion(prompt_ids, sampling, handle, live)
+        return self._reply_of(reader, request, number, prompt_ids, completion, live)
 
     def _check_sampling(self, request: ChatRequest, sampling: SamplingParams) -> None:
         """Raises RefusedError: the request asks for other sampling than the run's, and this is not overridden."""
@@ -236,12 +274,15 @@ class Session:
                 name,
             )
 
-    async def _completion(self, prompt_ids: TokenIds, sampling: SamplingParams, role: str | None) -> Completion:
+    async def _completion(
+        self, prompt_ids: TokenIds, sampling: SamplingParams, role: str | None, live: _Live | None
+    ) -> Completion:
+        on_tokens = None if live is None else live.told
         try:
             if self.generate is None:
-                completion = await self.context.generate(prompt_ids, sampling=sampling, role=role)
+                completion = await self.context.generate(prompt_ids, sampling=sampling, role=role, on_tokens=on_tokens)
             else:
-                completion = await self.generate(prompt_ids, sampling, role)
+                completion = await self.generate(prompt_ids, sampling, role, on_tokens)
         except TurnLimitError as error:
             raise RefusedError("turn_limit", str(error)) from error
         except BackendTimeoutError as error:
@@ -300,18 +341,34 @@ class Session:
         prompt_ids: TokenIds,
         completion: Completion,
         digest: bytes,
+        live: _Live | None,
     ) -> Reply:
         """What the protocols report of the policy's completion, which is recorded."""
-        reply = self._reply_of(self.reader, request, number, prompt_ids, completion)
+        reply = self._reply_of(self.reader, request, number, prompt_ids, completion, live)
         key = _digest(digest, _comparable(reply_message(reply, parsed_arguments)))
         recorded = _Turn(number, point, prompt_ids, completion, reply.end_id, key)
         return replace(reply, commit=lambda: self._record(recorded), withdraw=lambda: self._withdraw(recorded))
 
     def _reply_of(
-        self, reader: TurnReader, request: ChatRequest, number: int, prompt_ids: TokenIds, completion: Completion
+        self,
+        reader: TurnReader,
+        request: ChatRequest,
+        number: int,
+        prompt_ids: TokenIds,
+        completion: Completion,
+        live: _Live | None,
     ) -> Reply:
-        turn = reader.read(completion, tools=request.tools, in_pieces=request.streams)
+        sent = "" if live is None else live.stream.sent
+        turn = reader.read(completion, tools=request.tools, in_pieces=request.streams and not sent)
         ids = completion.token_ids.tolist()
+        pieces = turn.pieces
+        if sent:
+            if not turn.content.startswith(sent):
+                raise RefusedError(
+                    "failed", "the generator repeated the request and sampled another answer than it began"
+                )
+            rest = turn.content[len(sent) :]
+            pieces = (TextPiece(rest, (0, len(ids))),) if rest or request.logprobs else ()
         calls = tuple(
             ToolCall(hashlib.sha256(f"{self.context.id}/{number}/{i}".encode()).hexdigest()[:9], *call)
             for i, call in enumerate(turn.calls)
@@ -328,7 +385,7 @@ class Session:
             token_ids=ids,
             token_texts=reader.token_texts(ids) if request.logprobs else [],
             logprobs=completion.logprobs.tolist() if request.logprobs else [],
-            pieces=turn.pieces,
+            pieces=pieces,
             end_id=turn.end_id,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import numpy as np
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, ContractError
 from chatlearn_core.plugins.records import EnvironmentSpec
 from chatlearn_core.plugins.validation import short
-from chatlearn_core.protocols import Environment, GenerateFor, RolloutContext, RolloutOrder
+from chatlearn_core.protocols import Environment, GenerateFor, OnTokens, RolloutContext, RolloutOrder
 from chatlearn_core.runtime.boundary import checked_reward
 from chatlearn_core.runtime.plan import RolePlan, RunPlan, UsedRole
 from chatlearn_core.types import Completion, GenerateRequest, RewardResult, Rollout, Sample
@@ -104,13 +105,18 @@ class LocalEnvironments:
         pending: set[concurrent.futures.Future[Completion]] = set()
         clock = OwnTime(order.timeout_s)
 
-        async def generate_here(handle: str, request: GenerateRequest) -> Completion:
+        async def generate_here(
+            handle: str, request: GenerateRequest, on_tokens: OnTokens | None = None, /
+        ) -> Completion:
             if handle not in self.role.handles:
                 raise ContractError(
                     f"environment role {self.name!r} has no generator by the handle {handle!r}; its handles are "
                     f"{', '.join(self.role.handles)} (roles.{self.name}.uses)"
                 )
-            asked = asyncio.run_coroutine_threadsafe(clock.without(generate(handle, request)), here)
+            asking = (
+                generate(handle, request) if on_tokens is None else generate(handle, request, self._here(on_tokens))
+            )
+            asked = asyncio.run_coroutine_threadsafe(clock.without(asking), here)
             pending.add(asked)
             try:
                 return await asyncio.wrap_future(asked)
@@ -142,6 +148,15 @@ class LocalEnvironments:
         if clock.lost:
             raise clock.lost[0]
         return checked_rollout(rollout, order, self.role)
+
+    def _here(self, on_tokens: OnTokens) -> OnTokens:
+        """``on_tokens`` for calls from another event loop."""
+
+        def told(start: int, token_ids: list[int]) -> None:
+            with contextlib.suppress(RuntimeError):  # the environment's loop has ended
+                self._loop.call_soon_threadsafe(on_tokens, start, token_ids)
+
+        return told
 
     def close(self) -> None:
         """Close the environment and end its loop. Safe to call twice."""

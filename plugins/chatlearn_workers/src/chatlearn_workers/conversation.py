@@ -9,6 +9,7 @@ and no connection is needed beyond those of the runtime.
     progress(1)                            ->  waits until something has come of it
                                            <-  asked: [(7, "judge", GenerateRequest)]
     (the judge's fleet samples)
+    tell(1, 7, [(0, [5, 9])])              ->  only if the call asks for tokens as they are sampled
     deliver(1, 7, completion)              ->  the call goes on
     progress(1)                            ->
                                            <-  result: [RewardResult]
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,14 +27,18 @@ from typing import Any
 
 from chatlearn_core import exceptions
 from chatlearn_core.exceptions import BackendError, ChatLearnError, ContractError
+from chatlearn_core.protocols import OnTokens
 from chatlearn_workers.remote import RemoteWorker
 from chatlearn_workers.rpc_result import Failure, RpcResult
 
 PROGRESS_S = 5.0
 """A worker without news answers after this time, seconds, and is polled again."""
 
-Ask = Callable[[str, Any], Awaitable[Any]]
-"""``(name, request)`` -> the answer of the role with that name."""
+Ask = Callable[..., Awaitable[Any]]
+"""``(name, request)`` -> the answer of the role with that name. A third argument, an ``OnTokens``, is given only for a
+request whose call asks for tokens as they are sampled."""
+Told = tuple[int, list[int]]
+"""Arguments of an ``OnTokens``."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,6 +48,8 @@ class Asked:
     number: int
     name: str
     request: Any
+    streams: bool = False
+    """Whether the call asks for tokens as they are sampled."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,11 +75,15 @@ class OpenCall:
     """Requests that the driver has not yet taken."""
     dropped: list[int] = field(default_factory=list)
     waiting: dict[int, asyncio.Future[RpcResult | Failure]] = field(default_factory=dict)
+    watching: dict[int, OnTokens] = field(default_factory=dict)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    async def ask(self, name: str, request: Any) -> Any:
+    async def ask(self, name: str, request: Any, on_tokens: OnTokens | None = None) -> Any:
         """Send a request through the driver and return the delivered answer.
+
+        Args:
+            on_tokens: called with tokens as they are sampled, if the role is a generator that streams.
 
         Raises:
             ChatLearnError: the error of the role, or of reaching it.
@@ -80,7 +91,9 @@ class OpenCall:
         number = next(self.numbers)
         answer: asyncio.Future[RpcResult | Failure] = asyncio.get_running_loop().create_future()
         self.waiting[number] = answer
-        self.asked.append(Asked(number, name, request))
+        if on_tokens is not None:
+            self.watching[number] = on_tokens
+        self.asked.append(Asked(number, name, request, on_tokens is not None))
         self.news.set()
         try:
             outcome = await answer
@@ -90,6 +103,7 @@ class OpenCall:
             raise
         finally:
             self.waiting.pop(number, None)
+            self.watching.pop(number, None)
         if isinstance(outcome, Failure):
             raise _raised(outcome)
         return outcome.value
@@ -150,6 +164,14 @@ class Conversations:
         del self._calls[number]
         return Progress((), dropped, _outcome(call.task))
 
+    def tell(self, number: int, request: int, told: Sequence[Told]) -> None:
+        """Tell of a request's tokens; dropped if the call no longer waits for its answer."""
+        call = self._calls.get(number)
+        on_tokens = call.watching.get(request) if call is not None else None
+        if on_tokens is not None:
+            for start, token_ids in told:
+                on_tokens(start, token_ids)
+
     def deliver(self, number: int, request: int, outcome: RpcResult | Failure) -> None:
         """Deliver the answer to a call's request; dropped if the call no longer waits for it."""
         call = self._calls.get(number)
@@ -208,14 +230,27 @@ async def converse(worker: RemoteWorker, method: str, *arguments: Any, ask: Ask,
     lost: list[Exception] = []
 
     async def answer(asked: Asked) -> None:
-        outcome: RpcResult | Failure
+        if not asked.streams:
+            await deliver(asked, None)
+            return
+        telling = _Telling(worker, number, asked.number, patience_s)
         try:
-            outcome = RpcResult(await ask(asked.name, asked.request))
+            await deliver(asked, telling)
+        finally:
+            telling.close()
+
+    async def deliver(asked: Asked, telling: _Telling | None) -> None:
+        outcome: RpcResult | Failure
+        more = () if telling is None else (telling.told,)
+        try:
+            outcome = RpcResult(await ask(asked.name, asked.request, *more))
         except Exception as error:
             if isinstance(error, exceptions.RoleLostError):
                 lost.append(error)
             outcome = Failure.of(error)
         try:
+            if telling is not None:
+                await telling.end()
             await worker.call("deliver", number, asked.number, outcome, timeout_s=patience_s)
         except Exception as error:
             failures.append(error)  # the driver's next poll of the worker shows the cause
@@ -242,6 +277,40 @@ async def converse(worker: RemoteWorker, method: str, *arguments: Any, ask: Ask,
             ending = asyncio.create_task(_end(worker, number))
             _ENDING.add(ending)
             ending.add_done_callback(_ENDING.discard)
+
+
+class _Telling:
+    """Tells a call of a request's tokens: one message at a time, each with all that has come since the last."""
+
+    def __init__(self, worker: RemoteWorker, number: int, request: int, timeout_s: float) -> None:
+        self._worker = worker
+        self._place = number, request
+        self._timeout_s = timeout_s
+        self._waiting: list[Told] = []
+        self._sending: asyncio.Task[None] | None = None
+        """While something is told, or once telling has failed."""
+
+    def told(self, start: int, token_ids: list[int]) -> None:
+        """An ``OnTokens``."""
+        self._waiting.append((start, token_ids))
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send())
+
+    async def end(self) -> None:
+        """Return when everything is told. Raises as the worker's call does."""
+        if self._sending is not None:
+            await self._sending
+
+    async def _send(self) -> None:
+        while self._waiting:
+            told, self._waiting = self._waiting, []
+            await self._worker.call("tell", *self._place, told, timeout_s=self._timeout_s)
+        self._sending = None
+
+    def close(self) -> None:
+        """Tell no more."""
+        if self._sending is not None:
+            self._sending.cancel()
 
 
 def _result(worker: RemoteWorker, method: str, outcome: RpcResult | Failure, lost: list[Exception]) -> Any:
@@ -271,6 +340,10 @@ class AskingWorker:
     async def progress(self, number: int, wait_s: float) -> Progress:
         """See ``Conversations``."""
         return await self.conversations.progress(number, wait_s)
+
+    async def tell(self, number: int, request: int, told: Sequence[Told]) -> None:
+        """See ``Conversations``."""
+        self.conversations.tell(number, request, told)
 
     async def deliver(self, number: int, request: int, outcome: RpcResult | Failure) -> None:
         """See ``Conversations``."""

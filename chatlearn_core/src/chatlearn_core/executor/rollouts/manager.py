@@ -28,6 +28,7 @@ class _Entry:
 
     request: GenerateRequest
     turn: asyncio.Future[None]
+    on_tokens: OnTokens | None
     replica: int = -1
 
 
@@ -46,7 +47,9 @@ class RolloutManager:
         config: section ``rollout``.
         clock: returns seconds, for the idle fraction of replicas.
         origin: plugin and role of the completions, used in checking them.
-        count_tokens: called with the number of newly sampled tokens; None: tokens are not counted.
+        streams: whether the generator streams tokens (``GeneratorSpec.streaming``).
+        count_tokens: called with the number of newly sampled tokens, if the generator streams; None: tokens are not
+            counted.
         on_open: called with a replica and its number of open requests, whenever that changes.
     """
 
@@ -57,14 +60,14 @@ class RolloutManager:
         clock: Callable[[], float] = time.monotonic,
         *,
         origin: Origin | None = None,
+        streams: bool = False,
         count_tokens: Callable[[int], None] | None = None,
         on_open: Callable[[int, int], None] = lambda replica, num_open: None,
     ) -> None:
         self.config = config
         self._on_open = on_open
-        self._on_tokens: OnTokens | None = None
-        if count_tokens is not None:
-            self._on_tokens = lambda start, token_ids: count_tokens(len(token_ids))
+        self._streams = streams
+        self._count_tokens = count_tokens
         self._origin = origin or Origin("generator", "a generator")
         self._fleet = fleet
         self._clock = clock
@@ -94,8 +97,12 @@ class RolloutManager:
         self._occupancy = Occupancy(replicas, self._clock, self._num_open)
         self.num_retries = 0
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
         """Sample one completion.
+
+        Args:
+            on_tokens: called with tokens as they are sampled, if the generator streams. Calls begin again with the
+                first token if the request is repeated.
 
         Raises:
             ReplicaLostError: a replica died and has no restarts left.
@@ -105,7 +112,7 @@ class RolloutManager:
         """
         if not self._queues:
             self.begin()
-        entry = _Entry(request, asyncio.get_running_loop().create_future())
+        entry = _Entry(request, asyncio.get_running_loop().create_future(), on_tokens)
         if not self._arrived:
             asyncio.get_running_loop().call_soon(self._place_wave)
         self._arrived.append(entry)
@@ -247,7 +254,7 @@ class RolloutManager:
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:
-                return await self._fleet().generate(entry.request, entry.replica, self._on_tokens)
+                return await self._fleet().generate(entry.request, entry.replica, self._told(entry.on_tokens))
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -257,6 +264,20 @@ class RolloutManager:
             f"request {entry.request.id!r} on replica {entry.replica} had no completion within {limit_s:g} s of its "
             "start (rollout.request_timeout_s). Raise it, or lower sampling.max_tokens or rollout.max_concurrent"
         )
+
+    def _told(self, on_tokens: OnTokens | None) -> OnTokens | None:
+        """What the fleet calls with tokens as they are sampled: counts them, and passes them on."""
+        count = self._count_tokens
+        if not self._streams or (count is None and on_tokens is None):
+            return None
+
+        def told(start: int, token_ids: list[int]) -> None:
+            if count is not None:
+                count(len(token_ids))
+            if on_tokens is not None:
+                on_tokens(start, token_ids)
+
+        return told
 
     async def _end_in_engine(self, entry: _Entry) -> None:
         """Abort a request: most engines end it when its call is cancelled, all of them on an abort."""
@@ -310,7 +331,8 @@ class Rollouts:
                 lambda: self.runtime.generator(role),
                 self.config,
                 origin=origin_of(self._roles, role, "generator"),
-                count_tokens=self._count_tokens if streams else None,
+                streams=streams,
+                count_tokens=self._count_tokens,
                 on_open=lambda replica, num_open: self.on_open(role, replica, num_open),
             )
         return self._managers[role]
@@ -323,7 +345,7 @@ class Rollouts:
     async def completion(self, role: str, request: RolloutRequest) -> Completion:
         """See ``scheduler.CompletionSource``."""
         assert request.generate_request is not None, "a flow over prompts gives every rollout a generation request"
-        return await self.ask(role, request.generate_request)
+        return await self.of(role).generate(request.generate_request, request.on_tokens)
 
     async def ask(self, role: str, request: GenerateRequest) -> Completion:
         """See ``Runtime.ask_generator``."""

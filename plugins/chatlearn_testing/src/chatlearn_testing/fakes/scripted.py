@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from chatlearn_core.protocols import OnTokens
 from chatlearn_core.types import Completion, GenerateRequest, VersionSpan
 
 
@@ -28,8 +30,11 @@ class Scripted:
     ends: tuple[str, ...] = ()
     delay_s: float = 0.0
     fails: Exception | None = None
+    pace: Callable[[int], Awaitable[None]] | None = None
+    """Awaited before each token with its position, and with their number before the completion; tokens are then told as
+    they are sampled. None: they are not told."""
 
-    async def __call__(self, handle: str, request: GenerateRequest) -> Completion:
+    async def __call__(self, handle: str, request: GenerateRequest, on_tokens: OnTokens | None = None, /) -> Completion:
         """Return the next text as a completion."""
         self.asked.append(request)
         await asyncio.sleep(self.delay_s)
@@ -41,6 +46,12 @@ class Scripted:
         if not ids or ids[-1] not in self.tokenizer.convert_tokens_to_ids(list(self.ends)):
             ids.append(self.tokenizer.eos_token_id)
         cut = ids[: request.sampling.max_tokens]
+        if self.pace is not None:
+            for position, token in enumerate(cut):
+                await self.pace(position)
+                if on_tokens is not None:
+                    on_tokens(position, [token])
+            await self.pace(len(cut))
         return Completion(
             request_id=request.id,
             token_ids=np.array(cut, np.int64),

@@ -18,7 +18,7 @@ import pytest
 from chatlearn_core.exceptions import BackendError, TurnLimitError
 from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.plugins.records import Kind
-from chatlearn_core.protocols import Environment, RoleContext, RolloutContext, RolloutOrder
+from chatlearn_core.protocols import Environment, OnTokens, RoleContext, RolloutContext, RolloutOrder
 from chatlearn_core.types import (
     Completion,
     GenerateRequest,
@@ -73,7 +73,7 @@ class ScriptedPolicy:
     """Rollout -> its requests, each with the handle that was asked."""
     said: dict[str, list[Completion]] = field(default_factory=dict)
 
-    async def __call__(self, handle: str, request: GenerateRequest) -> Completion:
+    async def __call__(self, handle: str, request: GenerateRequest, on_tokens: OnTokens | None = None, /) -> Completion:
         name, _, number = request.id.rpartition("/")
         requests = self.asked.setdefault(name, [])
         index = len(requests)
@@ -99,6 +99,8 @@ class ScriptedPolicy:
             text=text,
         )
         self.said.setdefault(name, []).append(completion)
+        if on_tokens is not None:
+            on_tokens(0, cut.tolist())
         return completion
 
 
