@@ -75,5 +75,6 @@ def test_the_roles_that_a_reward_calls_are_shown_as_text_and_as_json() -> None:
     record = RewardSpec(name="judge", summary="A judge.", factory="m:F", options="m:O", uses=uses)
     entry = replace(TRAINER, name="judge", kind="reward", record=record)
     lines = dict(line.split(maxsplit=1) for line in record_text(entry).splitlines())
-    assert lines["uses"] == "judge (kinds: generator; outputs: none; scores: False; classifies: False; token_ids: False)"
+    told = "judge (kinds: generator; outputs: none; scores: False; classifies: False; token_ids: False)"
+    assert lines["uses"] == told
     assert json.loads(json.dumps(record_fields(entry)))["uses"]["judge"]["kinds"] == ["generator"]
