@@ -55,7 +55,13 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return {"reward": reward}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.kind}-{mutant.code}")
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(mutant, id=f"{mutant.kind}-{mutant.code}", marks=[pytest.mark.thorough] if index % 3 else [])
+        for index, mutant in enumerate(MUTANTS)
+    ],
+)
 def test_a_mutant_is_caught(
     mutant: Mutant, chatlearn_registry: PluginRegistry, model_directory: Path, settings: dict[str, dict[str, Any]]
 ) -> None:

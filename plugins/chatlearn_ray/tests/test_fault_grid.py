@@ -4,7 +4,7 @@ the run continues.
 Six kinds of process (a generator replica, a reward worker, a trainer rank, an environment worker, a whole node, the
 driver) die in every phase that the executor enumerates, and all but the driver are stopped; a run ends with the same
 bits as one in which nothing happened. In the rollout modes that sample ahead they also die while a step's updates and
-the next rollouts are made, and around a weight sync. Three cells are among the ordinary tests; the whole grid is marked
+the next rollouts are made, and around a weight sync. Two cells are among the ordinary tests; the whole grid is marked
 ``grid`` (``make test-grid``).
 """
 
@@ -46,7 +46,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 MODULE = "chatlearn_ray_fault_backends"
 PROGRAM = Path(__file__).parent / "fault_run.py"
 ORDINARY = {
-    "node": Phase.UPDATING,
     "driver": Phase.SYNCING,
 }
 """The phase in which a target is tested every time; other targets are in the grid only."""
