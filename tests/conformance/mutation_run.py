@@ -241,7 +241,7 @@ def _outcome(
     kind: Kind, package: str, mutant: SourceMutant | None, name: str, found: Mapping[str, Any], seconds: float
 ) -> Outcome:
     failed = f"{found['failed']} ({found['phase']})" if found["failed"] else ""
-    reason = str(found.get("reason", ""))[:500]
+    reason = str(found.get("reason", "")).partition("\n    For further information")[0][:500]  # an address, by pydantic
     if mutant is None:
         unused = {m.caught_by for m in MUTANTS if (m.kind, m.package) == (kind, package) and m.file != RECORDS} - set(
             found.get("passed", ())
