@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.sources import PluginSource
 from chatlearn_data.arithmetic import problems, prompt_records
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_testing.leftovers import wait_until_empty
 
 pytestmark = pytest.mark.engine
 
 HINT = (7, 11, 13)
 """That of ``flow_players``."""
 TURN, GROUP, PROMPTS, STEPS = 6, 2, 2, 2
+WAIT_S = 10.0
 MISMATCH = 1e-4
 """Largest difference of a logprob in float32: both sides read the same weights."""
 REWARD = """
@@ -73,7 +76,17 @@ def trained(directory: Path, algorithm: str, generator: dict[str, Any]) -> tuple
     )
     flow_players = importlib.import_module("flow_players")
     registry = discover_plugins(extra=[PluginSource("flows", "flow-players", "1", lambda: flow_players.Algorithms)])
+    before = set(threading.enumerate())
     asyncio.run(Run(assemble(load_config(text, [], registry), registry)).train("never"))
+    left = wait_until_empty(
+        lambda: [
+            thread.name
+            for thread in set(threading.enumerate()) - before
+            if thread.name.startswith(("executor-flow_players", "flow-functions"))
+        ],
+        WAIT_S,
+    )
+    assert not left, f"threads of the flow's functions outlive the run: {left}"
     lines = (directory / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines], directory / "run"
 

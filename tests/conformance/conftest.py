@@ -6,34 +6,11 @@ import importlib.util
 import sys
 from pathlib import Path
 
-NAMES = (
-    "source_mutants",
-    "aggregation_mutants",
-    "algorithm_mutants",
-    "cli_command_mutants",
-    "conformance_mutants",
-    "dataset_mutants",
-    "decision_mutants",
-    "mutant_groups",
-    "engine_mutants",
-    "environment_mutants",
-    "example_kind_mutants",
-    "flow_method_mutants",
-    "generator_mutants",
-    "launcher_mutants",
-    "logger_mutants",
-    "model_family_mutants",
-    "output_mutants",
-    "reader_mutants",
-    "reward_mutants",
-    "sampler_mutants",
-    "tool_mutants",
-    "trainer_mutants",
-    "weight_sync_mutants",
-)
-"""In the order in which they import each other."""
+FIRST, LAST = "source_mutants", "template_mutants"
+"""All others import the first; the last imports them."""
+OTHERS = {path.stem for path in Path(__file__).parent.glob("*_mutants.py") if not path.stem.startswith("test_")}
 
-for name in NAMES:
+for name in (FIRST, "mutant_groups", *sorted(OTHERS - {FIRST, LAST}), LAST):
     if name not in sys.modules:
         specification = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
         assert specification is not None

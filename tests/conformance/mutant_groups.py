@@ -32,16 +32,14 @@ _TESTS: Mapping[str, str] = {
         test_advantages_of_a_group_need_no_other_group test_odd_rewards_give_finite_advantages
         test_advantages_are_finite_and_fit_the_batch test_weights_are_shares test_epochs_counts_the_draws
         test_outputs_do_not_depend_on_micro_batches test_outputs_do_not_depend_on_packing
-        test_update_does_not_depend_on_micro_batches
-        test_cases_end_as_expected test_answers_are_those_of_the_cases test_every_process_learns_its_part
-        test_cases_end_as_expected
-        test_facts_are_those_of_the_cases test_values_are_those_expected test_values_stay_within_the_bounds
-        test_decisions_are_those_of_the_cases test_samples_of_the_cases_are_treated_as_expected
-        test_the_order_of_samples_does_not_matter
-        test_values_do_not_depend_on_packing
-        test_values_are_as_expected test_outputs_are_those_of_the_role test_the_same_samples_get_the_same
-        test_tokens_get_their_weights test_the_order_of_sequences_does_not_matter test_long_sequences_are_weighed
-        test_weights_depend_on_the_mini_batch_alone test_names_and_numbers_of_groups_do_not_matter
+        test_update_does_not_depend_on_micro_batches test_cases_end_as_expected test_answers_are_those_of_the_cases
+        test_every_process_learns_its_part test_facts_are_those_of_the_cases test_values_are_those_expected
+        test_values_stay_within_the_bounds test_decisions_are_those_of_the_cases
+        test_samples_of_the_cases_are_treated_as_expected test_the_order_of_samples_does_not_matter
+        test_values_do_not_depend_on_packing test_values_are_as_expected test_outputs_are_those_of_the_role
+        test_the_same_samples_get_the_same test_tokens_get_their_weights test_the_order_of_sequences_does_not_matter
+        test_long_sequences_are_weighed test_weights_depend_on_the_mini_batch_alone
+        test_names_and_numbers_of_groups_do_not_matter
     """,
     SEEDS: """
         test_draws_of_a_mixed_batch_follow_each_requests_distribution test_successive_tokens_are_drawn_independently
@@ -49,16 +47,14 @@ _TESTS: Mapping[str, str] = {
         test_versions_do_not_change_the_draws test_the_seed_determines_the_draws test_another_process_draws_the_same
         test_seed_keys_are_unique test_draws_of_an_example_are_numbered_from_zero test_random_state_is_resumed
         test_sampling_leaves_the_process_as_it_was test_the_work_of_a_trainer_leaves_the_process_as_it_was
-        test_samples_from_the_stated_distribution
-        test_a_rollout_repeats
-        test_another_process_reads_the_same test_another_process_decides_the_same
-        test_the_same_questions_get_the_same_answers
+        test_samples_from_the_stated_distribution test_a_rollout_repeats test_another_process_reads_the_same
+        test_another_process_decides_the_same test_the_same_questions_get_the_same_answers
     """,
     STOPPING: """
-        test_stop_strings_may_span_tokens test_the_end_of_sequence_ends_a_completion test_stop_tokens_end_a_completion
-        test_stop_strings_end_a_completion test_lengths_are_exact test_max_tokens_bounds_a_completion
-        test_text_and_stop_strings_are_of_the_completion_alone test_a_batch_has_the_size_asked_for
-        test_no_example_is_left_out test_wants_a_possible_number_of_examples
+        test_stop_strings_may_span_tokens test_the_end_of_sequence_ends_a_completion
+        test_stop_tokens_end_a_completion test_stop_strings_end_a_completion test_lengths_are_exact
+        test_max_tokens_bounds_a_completion test_text_and_stop_strings_are_of_the_completion_alone
+        test_a_batch_has_the_size_asked_for test_no_example_is_left_out test_wants_a_possible_number_of_examples
         test_the_limit_of_turns_ends_it test_the_limit_of_tokens_ends_it
     """,
     INTERRUPTED: """
@@ -81,24 +77,19 @@ _TESTS: Mapping[str, str] = {
         test_an_offloaded_generator_refuses_work test_an_offloaded_generator_occupies_nothing
         test_offloaded_parts_are_not_worked_with test_offload_and_onload_change_nothing
         test_offloaded_parts_occupy_nothing test_what_was_sent_may_be_overwritten test_buckets_bound_the_memory
-        test_bytes_are_counted
-        test_streamed_tensors_outlive_the_step_of_the_stream test_the_row_is_read_only test_a_sample_is_read_only
-        test_samples_are_read_only test_metrics_and_configuration_are_read_only test_losses_are_values
-        test_advantages_change_nothing test_the_state_is_a_copy test_a_batch_is_read_only test_arguments_are_read_only
-        test_the_environment_is_read_only
-        test_conversations_are_read_only test_a_question_is_read_only
-        test_draws_are_independent test_samples_of_an_earlier_call_are_left_alone
-        test_advantages_change_nothing test_the_state_is_a_copy test_a_batch_is_read_only
+        test_bytes_are_counted test_streamed_tensors_outlive_the_step_of_the_stream test_the_row_is_read_only
+        test_a_sample_is_read_only test_samples_are_read_only test_metrics_and_configuration_are_read_only
+        test_losses_are_values test_advantages_change_nothing test_the_state_is_a_copy test_a_batch_is_read_only
+        test_arguments_are_read_only test_the_environment_is_read_only test_conversations_are_read_only
+        test_a_question_is_read_only test_draws_are_independent test_samples_of_an_earlier_call_are_left_alone
     """,
     PROCESS: """
         test_the_process_stays_as_it_was test_closing_leaves_nothing test_closing_leaves_no_process
         test_nothing_is_left_behind test_an_open_sync_is_cleaned_up_by_close test_nothing_is_left
         test_the_process_and_the_data_stay_as_they_were test_samplers_share_nothing
-        test_closing_a_trainer_leaves_nothing
-        test_the_process_and_the_prompt_stay_as_they_were test_it_reads_the_given_variables_alone
-        test_the_process_and_the_prompt_stay_as_they_were test_objects_share_nothing
-        test_the_process_and_the_prompt_stay_as_they_were
-        test_reading_is_lazy_and_closes_the_file test_files_are_left_as_they_are
+        test_closing_a_trainer_leaves_nothing test_the_process_and_the_prompt_stay_as_they_were
+        test_it_reads_the_given_variables_alone test_objects_share_nothing test_reading_is_lazy_and_closes_the_file
+        test_files_are_left_as_they_are
     """,
     PROMISES: """
         test_tokens_are_scored_or_refused test_reach_is_what_the_record_says test_another_process_is_reached
@@ -108,28 +99,24 @@ _TESTS: Mapping[str, str] = {
         test_declared_columns_are_those_of_its_rows test_is_a_format test_is_a_sampler test_is_a_reward
         test_is_a_logger test_is_a_generator test_is_a_trainer test_other_columns_reach_the_rewards
         test_expects_the_names_of_the_model_directory test_record_is_the_one_that_is_registered
-        test_a_replica_that_missed_a_sync_takes_it_later
-        test_is_an_environment test_only_declared_handles_are_asked test_is_a_source_of_tools
-        test_it_is_recognised_as_declared test_cases_can_tell_right_from_wrong
-        test_is_an_environment test_only_declared_handles_are_asked
+        test_a_replica_that_missed_a_sync_takes_it_later test_is_an_environment test_only_declared_handles_are_asked
+        test_is_a_source_of_tools test_it_is_recognised_as_declared test_cases_can_tell_right_from_wrong
         test_is_a_model_family test_every_declared_type_has_a_case test_no_option_is_required
         test_a_tokenizer_has_its_methods test_nothing_heavy_is_imported_before_a_run
-        test_a_renderer_has_the_policy_it_was_made_with
-        test_has_the_methods_of_its_protocol test_reads_only_what_it_declares test_options_are_described_and_strict
-        test_no_other_command_has_the_name test_importing_it_imports_no_engine
-        test_is_a_reader test_the_split_is_ignored_by_files
+        test_a_renderer_has_the_policy_it_was_made_with test_has_the_methods_of_its_protocol
+        test_reads_only_what_it_declares test_options_are_described_and_strict test_no_other_command_has_the_name
+        test_importing_it_imports_no_engine test_is_a_reader test_the_split_is_ignored_by_files
         test_the_bounds_are_those_of_the_values test_flows_that_ask_for_it_can_name_its_arguments
         test_the_record_is_consistent test_arguments_import_no_engine test_a_flow_can_make_the_call
-        test_the_role_gets_the_tokens_that_are_declared
-        test_is_a_kind_of_examples test_has_samples_is_true
-        test_groups_matter_only_if_declared test_only_declared_fields_are_read test_options_are_described_and_strict
+        test_the_role_gets_the_tokens_that_are_declared test_is_a_kind_of_examples test_has_samples_is_true
+        test_groups_matter_only_if_declared test_only_declared_fields_are_read
     """,
     CHECKPOINTS: """
         test_several_updates_are_resumed test_a_used_directory_holds_the_last_checkpoint
         test_a_checkpoint_of_another_model_is_refused test_save_and_load_continue_bit_identically
         test_export_is_a_model_directory test_manifest_describes_the_stream test_state_comes_back
-        test_content_tells_examples_apart test_examples_can_be_stored
-        test_a_state_of_other_data_is_refused test_a_damaged_state_is_refused test_stream_and_export_follow_updates
+        test_content_tells_examples_apart test_examples_can_be_stored test_a_state_of_other_data_is_refused
+        test_a_damaged_state_is_refused test_stream_and_export_follow_updates
         test_what_is_told_of_saved_files_is_true test_a_model_is_loaded_in_place
         test_models_are_averaged_as_they_are_loaded test_boxes_cover_every_tensor_once
         test_weights_of_another_trainer_are_taken test_manifest_has_the_names_of_the_model_directory
@@ -139,9 +126,8 @@ _TESTS: Mapping[str, str] = {
         test_errors_name_the_request test_errors_name_the_sample test_weights_that_were_not_announced_are_refused
         test_a_manifest_that_does_not_fit_is_refused test_what_is_not_finite_on_its_own_is_refused
         test_an_update_that_fails_leaves_no_gradients test_a_closed_reward_is_not_healthy
-        test_a_loss_that_is_not_finite_is_refused
-        test_odd_samples_are_marked_not_raised test_no_samples_no_results test_a_bad_row_is_an_error_with_a_reason
-        test_unknown_options_are_refused
+        test_a_loss_that_is_not_finite_is_refused test_odd_samples_are_marked_not_raised test_no_samples_no_results
+        test_a_bad_row_is_an_error_with_a_reason test_unknown_options_are_refused
         test_unreadable_files_are_errors_that_name_them test_damaged_files_are_read_or_refused
         test_odd_rows_are_taken_or_refused test_an_error_of_the_role_is_not_hidden test_odd_values_are_refused
         test_missing_outputs_are_refused test_a_sample_without_tokens_is_passed_over
@@ -154,9 +140,8 @@ _TESTS: Mapping[str, str] = {
         test_a_lost_generator_is_not_hidden test_odd_turns_do_no_harm test_wrong_arguments_do_no_harm
         test_odd_arguments_do_no_harm test_closing_before_open_is_fine test_wrong_options_are_an_error_of_open
         test_other_environments_are_none_of_its_own test_a_missing_variable_is_named test_what_is_no_number_is_named
-        test_ranks_out_of_range_are_refused
-        test_a_lost_generator_is_not_hidden test_odd_turns_do_no_harm
-        test_a_broken_configuration_is_refused test_a_missing_directory_is_refused test_a_missing_tokenizer_is_refused
+        test_ranks_out_of_range_are_refused test_a_broken_configuration_is_refused
+        test_a_missing_directory_is_refused test_a_missing_tokenizer_is_refused
         test_a_tokenizer_of_another_model_is_refused test_an_empty_prompt_is_an_error_with_a_reason
         test_bad_options_are_refused test_missing_metrics_are_taken_or_refused test_odd_metrics_do_no_harm
         test_it_still_reacts_after_an_odd_step test_odd_samples_do_no_harm test_no_samples_no_verdicts
@@ -165,12 +150,11 @@ _TESTS: Mapping[str, str] = {
         test_calls_may_overlap test_a_cancelled_call_leaves_it_usable test_equal_ids_get_their_own_completions
         test_a_cancelled_request_leaves_the_others_alone test_a_slow_trainer_does_not_block_the_event_loop
         test_the_event_loop_stays_free test_cancellation_reaches_the_caller test_streaming_is_on_the_event_loop
-        test_a_file_may_be_read_twice
-        test_two_roles_do_not_mix test_when_samples_come_does_not_matter
+        test_a_file_may_be_read_twice test_two_roles_do_not_mix test_when_samples_come_does_not_matter
         test_lists_of_every_kind_are_taken test_a_row_is_interpreted_by_itself
-        test_a_cancelled_receiver_ends_as_cancelled
-        test_concurrent_rollouts_are_independent test_a_cancelled_rollout_ends test_calls_at_once_are_independent
-        test_a_cancelled_call_leaves_nothing test_a_second_source_is_independent
+        test_a_cancelled_receiver_ends_as_cancelled test_concurrent_rollouts_are_independent
+        test_a_cancelled_rollout_ends test_calls_at_once_are_independent test_a_cancelled_call_leaves_nothing
+        test_a_second_source_is_independent
     """,
     FORM: """
         test_one_result_a_sample_in_order test_a_sample_is_judged_by_itself test_a_verdict_is_of_the_whole_sample
@@ -180,30 +164,28 @@ _TESTS: Mapping[str, str] = {
         test_a_rollout_is_the_one_that_was_ordered test_tokens_are_those_that_were_sampled
         test_the_loss_mask_covers_sampled_tokens test_names_and_schemas_fit_chat_templates
         test_options_leave_the_key_kind_free test_the_same_call_answers_the_same test_a_cluster_has_one_head
-        test_the_loss_mask_covers_sampled_tokens
         test_the_type_is_that_of_the_configuration test_the_configuration_can_be_stored
         test_facts_do_not_depend_on_what_was_read_before test_a_changed_directory_is_read_again
         test_every_token_is_in_the_vocabulary test_text_comes_back test_a_prompt_becomes_tokens_of_the_model
         test_prompts_are_independent test_verbatim_text_stays_as_it_is test_a_demonstration_continues_its_prompt
         test_a_demonstration_ends_as_a_completion_does test_control_tokens_are_what_the_policy_says
         test_the_system_prompt_comes_before_conversations test_a_text_that_is_too_long_is_refused_or_rendered
-        test_a_conversation_needs_a_template
-        test_values_are_finite_numbers test_a_value_depends_on_the_step_alone test_decisions_are_valid
-        test_metrics_may_be_of_any_mapping test_verdicts_are_on_samples_that_it_was_given test_reasons_can_be_counted
-        test_rewards_are_valid test_any_sequence_of_samples_is_taken
-        test_weights_are_numbers_one_for_each_token
-        test_the_name_and_the_help_are_well_formed test_help_explains_the_command test_options_are_explained
-        test_narrow_terminals_and_plain_ones_are_served
-        test_files_give_their_rows test_rows_are_mappings_or_located test_places_tell_rows_apart
-        test_values_pass test_masked_is_true
-        test_stores_what_is_declared_and_nothing_else test_data_are_named_after_the_role_or_the_argument
-        test_rows_become_their_samples test_samples_are_those_of_the_draw test_samples_can_be_trained_on
+        test_a_conversation_needs_a_template test_values_are_finite_numbers test_a_value_depends_on_the_step_alone
+        test_decisions_are_valid test_metrics_may_be_of_any_mapping test_verdicts_are_on_samples_that_it_was_given
+        test_reasons_can_be_counted test_rewards_are_valid test_any_sequence_of_samples_is_taken
+        test_weights_are_numbers_one_for_each_token test_the_name_and_the_help_are_well_formed
+        test_help_explains_the_command test_options_are_explained test_narrow_terminals_and_plain_ones_are_served
+        test_files_give_their_rows test_rows_are_mappings_or_located test_places_tell_rows_apart test_values_pass
+        test_masked_is_true test_stores_what_is_declared_and_nothing_else
+        test_data_are_named_after_the_role_or_the_argument test_rows_become_their_samples
+        test_samples_are_those_of_the_draw test_samples_can_be_trained_on
     """,
     TRANSPORT: """
         test_special_values_arrive_bit_for_bit test_every_tensor_arrives_bit_for_bit test_several_ranks_and_replicas
         test_a_stream_that_breaks_its_manifest_is_refused test_corrupted_files_are_refused
         test_each_sync_has_a_manifest_of_its_own test_several_syncs_in_a_row test_boxes_that_leave_a_gap_are_refused
-        test_a_failed_sync_leaves_nothing_for_the_next test_tied_names_are_not_sent test_the_end_is_what_send_returns
+        test_a_failed_sync_leaves_nothing_for_the_next test_tied_names_are_not_sent
+        test_the_end_is_what_send_returns
     """,
 }
 GROUPS: Mapping[str, str] = {test: group for group, tests in _TESTS.items() for test in tests.split()}

@@ -35,26 +35,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "benchmarks")]
 
-import aggregation_mutants  # noqa: E402
-import algorithm_mutants  # noqa: E402
-import cli_command_mutants  # noqa: E402
-import dataset_mutants  # noqa: E402
-import decision_mutants  # noqa: E402
 import engine_mutants  # noqa: E402
-import environment_mutants  # noqa: E402
-import example_kind_mutants  # noqa: E402
-import flow_method_mutants  # noqa: E402
-import generator_mutants  # noqa: E402
-import launcher_mutants  # noqa: E402
-import logger_mutants  # noqa: E402
-import model_family_mutants  # noqa: E402
-import output_mutants  # noqa: E402
-import reader_mutants  # noqa: E402
-import reward_mutants  # noqa: E402
-import sampler_mutants  # noqa: E402
-import tool_mutants  # noqa: E402
-import trainer_mutants  # noqa: E402
-import weight_sync_mutants  # noqa: E402
+import template_mutants  # noqa: E402
 from machine import machine_facts  # noqa: E402
 from mutant_groups import GROUPS  # noqa: E402
 from source_mutants import TEMPLATE, SourceMutant, source_of, suite_of, write_mutant  # noqa: E402
@@ -86,31 +68,7 @@ ORIGINAL_LIMITS = 4
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 DOCUMENT = ROOT / "docs" / "mutants.md"
 ENGINE_SETTINGS: Mapping[str, Any] = {"build_model": "mutation_run:build_engine_model"}
-TEMPLATE_MUTANTS = (
-    *aggregation_mutants.MUTANTS,
-    *(
-        SourceMutant("algorithm", m.name, f"{m.file}.py", m.old, m.new, m.caught_by, m.also)
-        for m in algorithm_mutants.MUTANTS
-    ),
-    *cli_command_mutants.MUTANTS,
-    *dataset_mutants.MUTANTS,
-    *decision_mutants.MUTANTS,
-    *environment_mutants.MUTANTS,
-    *example_kind_mutants.MUTANTS,
-    *flow_method_mutants.MUTANTS,
-    *generator_mutants.MUTANTS,
-    *launcher_mutants.MUTANTS,
-    *logger_mutants.MUTANTS,
-    *model_family_mutants.MUTANTS,
-    *output_mutants.MUTANTS,
-    *reader_mutants.MUTANTS,
-    *reward_mutants.MUTANTS,
-    *sampler_mutants.MUTANTS,
-    *tool_mutants.MUTANTS,
-    *trainer_mutants.MUTANTS,
-    *weight_sync_mutants.MUTANTS,
-)  # fmt: skip
-MUTANTS: tuple[SourceMutant, ...] = (*TEMPLATE_MUTANTS, *engine_mutants.MUTANTS)
+MUTANTS: tuple[SourceMutant, ...] = (*template_mutants.MUTANTS, *engine_mutants.MUTANTS)
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,27 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import aggregation_mutants
-import cli_command_mutants
-import dataset_mutants
-import decision_mutants
-import environment_mutants
-import example_kind_mutants
-import flow_method_mutants
-import generator_mutants
-import launcher_mutants
-import logger_mutants
-import model_family_mutants
 import numpy as np
-import output_mutants
 import pytest
-import reader_mutants
-import reward_mutants
-import sampler_mutants
-import tool_mutants
+import template_mutants
 import torch
-import trainer_mutants
-import weight_sync_mutants
 from source_mutants import TEMPLATE, SourceMutant, source_of, suite_of, write_mutant
 
 from chatlearn_testing.check import Results, run_suites
@@ -41,48 +24,9 @@ from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 
 pytestmark = pytest.mark.slow
 
-MUTANTS = (
-    *aggregation_mutants.MUTANTS,
-    *cli_command_mutants.MUTANTS,
-    *dataset_mutants.MUTANTS,
-    *decision_mutants.MUTANTS,
-    *environment_mutants.MUTANTS,
-    *example_kind_mutants.MUTANTS,
-    *flow_method_mutants.MUTANTS,
-    *generator_mutants.MUTANTS,
-    *launcher_mutants.MUTANTS,
-    *logger_mutants.MUTANTS,
-    *model_family_mutants.MUTANTS,
-    *output_mutants.MUTANTS,
-    *reader_mutants.MUTANTS,
-    *reward_mutants.MUTANTS,
-    *sampler_mutants.MUTANTS,
-    *tool_mutants.MUTANTS,
-    *trainer_mutants.MUTANTS,
-    *weight_sync_mutants.MUTANTS,
-)
-KINDS: tuple[str, ...] = (
-    "aggregation",
-    "cli_command",
-    "dataset",
-    "environment",
-    "example_kind",
-    "flow_method",
-    "generator",
-    "launcher",
-    "logger",
-    "model_family",
-    "output",
-    "reader",
-    "reward",
-    "sample_filter",
-    "sampler",
-    "tool",
-    "schedule",
-    "step_policy",
-    "trainer",
-    "weight_sync",
-)
+MUTANTS = tuple(mutant for mutant in template_mutants.MUTANTS if mutant.kind != "algorithm")
+"""``test_algorithm_mutants`` has the others."""
+KINDS = sorted({mutant.kind for mutant in MUTANTS})
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chatlearn_core.executor.advantages import AdvantageComputer
 from chatlearn_core.executor.assembly import Assembly
@@ -64,6 +64,13 @@ class LoopParts:
     """Context entered while the calls of training flows run."""
     cached: CachedCalls | None = None
     """The cached results that the graph reads; None: it reads none."""
+    schedulers: list[FlowScheduler] = field(default_factory=list, init=False)
+    """Those made so far."""
+
+    def close(self) -> None:
+        """End the threads of users' functions."""
+        for scheduler in self.schedulers:
+            scheduler.close()
 
     def scheduler(
         self,
@@ -74,7 +81,7 @@ class LoopParts:
     ) -> FlowScheduler:
         """A scheduler for a graph, or for one stage of it."""
         plan = self.assembly.plan
-        return FlowScheduler(
+        made = FlowScheduler(
             graph,
             self.runtime,
             stage=stage,
@@ -89,6 +96,8 @@ class LoopParts:
             max_length=self.assembly.max_length,
             cached=self.cached,
         )
+        self.schedulers.append(made)
+        return made
 
 
 def _changing(assembly: Assembly) -> tuple[str, ...]:

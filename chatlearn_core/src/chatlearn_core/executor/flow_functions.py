@@ -62,10 +62,13 @@ class FlowFunctions:
         return checked_result(returned, samples, where, drop)
 
     def close(self) -> None:
-        """End the threads of ordinary functions; one that is inside a function ends when the function returns."""
+        """End the threads; one that is inside a function ends when the function returns."""
         for thread, _ in self._threads.values():
             thread.stop()
         self._threads.clear()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
 
     async def _call(
         self, function: FunctionCall, samples: list[Sample], arguments: dict[str, Any], where: str
@@ -111,8 +114,15 @@ class FlowFunctions:
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="flow-functions", daemon=True).start()
+            threading.Thread(target=_serve, args=(self._loop,), name="flow-functions", daemon=True).start()
         return self._loop
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 def _timed_out(function: FunctionCall, where: str) -> BackendTimeoutError:

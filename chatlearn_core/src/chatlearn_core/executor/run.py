@@ -184,8 +184,8 @@ class Run:
             self.assembly.plan.roles,
             count_tokens=self.listener.sampled if self.listener.counts_tokens else None,
         )
-        parts = LoopParts(self.assembly, self.runtime, rollouts, self.colocation, self.journal.during, self.cached)
-        self.producer = build_rollout_producer(parts, self.sampler, self.decisions, self.state)
+        self.parts = LoopParts(self.assembly, self.runtime, rollouts, self.colocation, self.journal.during, self.cached)
+        self.producer = build_rollout_producer(self.parts, self.sampler, self.decisions, self.state)
         self.buffer = build_rollout_buffer(self.assembly)
         self.weight_sync = WeightSyncManager(
             self.runtime, plan.weight_syncs, self.colocation, self.observers, started=started.plan.weight_syncs
@@ -210,10 +210,10 @@ class Run:
             self.decisions,
             self.producer,
             self.buffer,
-            build_policy_updater(parts, self.decisions),
+            build_policy_updater(self.parts, self.decisions),
             self.weight_sync,
             self.refresher,
-            build_evaluators(parts),
+            build_evaluators(self.parts),
             self.checkpoint_writer,
             self.loggers,
             self.journal,
@@ -331,6 +331,7 @@ class Run:
         with self.journal.during(Phase.CLOSING):
             self.loggers.close()
             await self.producer.close()
+            self.parts.close()
             try:
                 await self.runtime.close()
             except ChatLearnError as error:

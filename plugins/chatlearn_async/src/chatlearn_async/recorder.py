@@ -114,9 +114,8 @@ class RolloutRecorder:
         runtime.on_event = journal.runtime_event
         colocation = build_colocation(alone, runtime)
         rollouts = Rollouts(runtime, self.config.rollout, roles)
-        scheduler = LoopParts(alone, runtime, rollouts, colocation, journal.during).scheduler(
-            assembly.graph, assembly.sampling, self.nodes, journal.during
-        )
+        parts = LoopParts(alone, runtime, rollouts, colocation, journal.during)
+        scheduler = parts.scheduler(assembly.graph, assembly.sampling, self.nodes, journal.during)
         producer = RolloutProducer(
             scheduler,
             assembly.algorithm,
@@ -148,6 +147,7 @@ class RolloutRecorder:
             ) from None
         finally:
             journal.forget()
+            parts.close()
             with journal.during(Phase.CLOSING):
                 await producer.close()
                 await runtime.close()

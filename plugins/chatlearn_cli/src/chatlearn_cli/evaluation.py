@@ -32,12 +32,14 @@ async def evaluate_model(assembly: Assembly) -> dict[str, float]:
     alone = _with_roles(assembly, _called(assembly), ())
     runtime = build_runtime(alone)
     rollouts = Rollouts(runtime, assembly.config.rollout, alone.plan.roles)
-    evaluators = build_evaluators(LoopParts(alone, runtime, rollouts))
+    parts = LoopParts(alone, runtime, rollouts)
+    evaluators = build_evaluators(parts)
     assert evaluators is not None, "there is an eval dataset"
     try:
         await runtime.start()
         metrics, _ = await evaluators.evaluate(Timers())
     finally:
+        parts.close()
         await runtime.close()
     return values(metrics)
 
@@ -68,7 +70,8 @@ async def evaluate_checkpoints(
     runtime, timers = build_runtime(alone), Timers()
     colocation = build_colocation(alone, runtime)
     rollouts = Rollouts(runtime, assembly.config.rollout, alone.plan.roles)
-    evaluators = build_evaluators(LoopParts(alone, runtime, rollouts, colocation))
+    parts = LoopParts(alone, runtime, rollouts, colocation)
+    evaluators = build_evaluators(parts)
     assert evaluators is not None, "there is an eval dataset"
     weight_sync = WeightSyncManager(runtime, routes, colocation, Observers())
     try:
@@ -81,6 +84,7 @@ async def evaluate_checkpoints(
             metrics, _ = await evaluators.evaluate(timers)
             told(checkpoint, values(metrics))
     finally:
+        parts.close()
         await runtime.close()
 
 
