@@ -68,3 +68,22 @@ def test_all_at_once() -> None:
         ("inner", "x"),
         ("even",),
     ]
+
+
+class Lists(BaseModel):
+    sizes: tuple[int, ...] = Field((1,), min_length=1)
+    names: frozenset[str] = Field(frozenset("ab"), min_length=2)
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ({"sizes": ["large"]}, ("sizes", 0)),
+        ({"sizes": []}, ("sizes",)),
+        ({"names": ["a", "a"]}, ("names",)),  # enough were given, but no item is bad
+    ],
+)
+def test_items_that_are_bad_are_not_missing_as_well(values: dict, place: tuple) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Lists.model_validate(values)
+    assert [problem.path for problem in problems_of(caught.value, Lists, values)] == [place]

@@ -26,7 +26,10 @@ def problems_of(error: ValidationError, model: type[BaseModel], values: Any, pre
         prefix: the path of ``values`` in the configuration.
     """
     found: dict[KeyPath, Problem] = {}
-    for details in error.errors(include_url=False):
+    errors = error.errors(include_url=False)
+    for details in errors:
+        if _is_short_of_valid_items(details, errors):
+            continue
         problem = _problem(details, model, values, prefix)
         earlier = found.get(problem.path)
         if earlier is None:
@@ -35,6 +38,16 @@ def problems_of(error: ValidationError, model: type[BaseModel], values: Any, pre
             joined = f"{earlier.rule}; or {problem.rule}"
             found[problem.path] = Problem(problem.path, joined, earlier.value, earlier.remedy or problem.remedy)
     return list(found.values())
+
+
+def _is_short_of_valid_items(details: ErrorDetails, errors: Sequence[ErrorDetails]) -> bool:
+    """Whether enough items were given, and only bad ones, which have errors of their own, make the sequence short:
+    pydantic counts the valid ones.
+    """
+    if details["type"] != "too_short" or len(details["input"]) < details["ctx"]["min_length"]:
+        return False
+    place = details["loc"]
+    return any(len(other["loc"]) > len(place) and other["loc"][: len(place)] == place for other in errors)
 
 
 def _problem(details: ErrorDetails, model: type[BaseModel], values: Any, prefix: KeyPath) -> Problem:
