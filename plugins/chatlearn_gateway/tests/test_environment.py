@@ -159,7 +159,7 @@ async def test_another_generator_is_a_model_whose_turns_are_not_recorded(tokeniz
     environment = AgentEnvironment(AgentOptions(**agent("asks_a_judge")), RoleContext("agent", handles=handles))
     environment.setup()
 
-    async def generate(handle: str, request: Any) -> Any:
+    async def generate(handle: str, request: Any, on_tokens: Any = None, /) -> Any:
         return await {"policy": policy, "judge": judge}[handle](handle, request)
 
     messages = ({"role": "user", "content": "what is 1 + 1?"},)

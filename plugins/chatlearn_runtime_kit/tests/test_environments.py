@@ -54,7 +54,7 @@ class Talk:
         return context.finished([sequence])
 
 
-async def generate(handle: str, request: GenerateRequest) -> Completion:
+async def generate(handle: str, request: GenerateRequest, on_tokens: OnTokens | None = None, /) -> Completion:
     """One token for each request."""
     spans = (VersionSpan(0, 1, 0),)
     zeros = np.zeros(1, np.float32)

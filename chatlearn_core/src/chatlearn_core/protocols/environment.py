@@ -6,7 +6,7 @@ Environments work on tokens: they append token ids, and the loss mask is True on
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,9 +32,20 @@ from chatlearn_core.types import (
 )
 from chatlearn_core.types.keyed_seed import keyed_seed
 
-GenerateFor = Callable[..., Awaitable[Completion]]
-"""``(handle, request)`` -> the completion of the generator role with that handle (``uses`` of the environment role). A
-third argument, an ``OnTokens``, is given only if the environment asks for tokens as they are sampled."""
+
+class GenerateFor(Protocol):
+    """Samples for an environment."""
+
+    def __call__(
+        self, handle: str, request: GenerateRequest, on_tokens: OnTokens | None = None, /
+    ) -> Awaitable[Completion]:
+        """The completion of the generator role with this handle (``uses`` of the environment role).
+
+        Called: by an environment, through its ``RolloutContext``; in its worker; once for each request.
+
+        Args:
+            on_tokens: see ``RolloutContext.generate``.
+        """
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -215,8 +226,6 @@ class RolloutContext:
         seed = keyed_seed(self.order.seed, "turn", number) if number else self.order.seed  # as in generator.generate
         own = replace(wanted, seed=seed, max_tokens=min(wanted.max_tokens, room))
         request = GenerateRequest(f"{self.id}/{number}", token_ids, own, self.order.group_id, media=media)
-        if on_tokens is None:
-            return await self.generate_for(handle, request)
         return await self.generate_for(handle, request, on_tokens)
 
     def sequence(self, suffix: str = "") -> SequenceBuilder:

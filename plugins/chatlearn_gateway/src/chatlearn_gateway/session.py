@@ -92,7 +92,7 @@ class _Live:
     def of(
         reader: TurnReader, request: ChatRequest, sampling: SamplingParams, begun: Begun, on_text: OnText | None
     ) -> _Live | None:
-        """None if nobody asks for the text, or it is known only when the turn is complete."""
+        """None if the client does not stream, or the text is known only when the turn is complete."""
         stream = None if on_text is None else reader.stream(sampling, tools=request.tools)
         return None if stream is None or on_text is None else _Live(stream, begun, on_text)
 

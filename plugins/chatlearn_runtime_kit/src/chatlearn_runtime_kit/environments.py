@@ -113,9 +113,7 @@ class LocalEnvironments:
                     f"environment role {self.name!r} has no generator by the handle {handle!r}; its handles are "
                     f"{', '.join(self.role.handles)} (roles.{self.name}.uses)"
                 )
-            asking = (
-                generate(handle, request) if on_tokens is None else generate(handle, request, self._here(on_tokens))
-            )
+            asking = generate(handle, request, None if on_tokens is None else self._here(on_tokens))
             asked = asyncio.run_coroutine_threadsafe(clock.without(asking), here)
             pending.add(asked)
             try:

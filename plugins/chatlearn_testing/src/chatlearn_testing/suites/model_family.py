@@ -87,7 +87,7 @@ class ModelFamilyConformance(RenderingContract, LayoutContract, LightImports, Mo
         directory = models[0].copy(tmp_path / "model")
         write_config(directory, read_config(directory) | {"model_type": "conformance_new_type"})
         found = self._family().model_type(ModelSource(str(directory), str(directory)))
-        assert found == "conformance_new_type", f"the type 'conformance_new_type' is told as {found!r}"
+        assert found == "conformance_new_type", f"model_type returns {found!r} for 'conformance_new_type'"
 
     def test_facts_are_those_of_the_cases(self, models: Sequence[BuiltModel]) -> None:
         """Vocabulary and longest sequence are whole numbers, and those of the case."""

@@ -67,7 +67,7 @@ class AcmeTool:
         """The answer to a call.
 
         Raises:
-            ToolError: the model is told that no line is left.
+            ToolError: no line is left; the model sees the message.
         """
         wanted = word.casefold()
         found = [f"{number}: {line}" for number, line in enumerate(self._lines, 1) if wanted in line.casefold()]
