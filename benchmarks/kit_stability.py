@@ -1,9 +1,9 @@
 """How often the conformance suites fail on plugins that conform, on a machine that is busy.
 
-    python benchmarks/kit_stability.py [--passes 50] [--hogs N] [--limit-s 600] [--output FILE]
+    python benchmarks/kit_stability.py [--passes 50] [--at-once N] [--hogs N] [--limit-s 600] [--output FILE]
 
-Runs the suites of all templates, again and again, each in a process of its own, beside processes that keep every core
-busy. Every failure is a flake. Prints one JSON line last.
+Runs the suites of all templates, again and again, each in a process of its own and several at a time, beside processes
+that keep every core busy. Every failure is a flake. Prints one JSON line last.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--passes", type=int, default=50)
-    parser.add_argument("--hogs", type=int, default=2 * cores, help="busy processes beside the suites")
+    parser.add_argument("--at-once", type=int, default=2 * cores, help="suites that run at a time")
+    parser.add_argument("--hogs", type=int, default=cores, help="busy processes beside the suites")
     parser.add_argument("--limit-s", type=float, default=600.0, help="time limit for one suite")
     parser.add_argument("--until-s", type=float, help="start no further pass after this time")
     parser.add_argument("--output", type=Path, help="write the result as JSON to this file")
@@ -69,15 +71,15 @@ def main() -> None:
         hogs(chosen.hogs),
         tempfile.TemporaryDirectory(prefix="chatlearn-stability-") as workspace,
         ForkServer(*PRELOADED, path=SEARCHED, environment=ENVIRONMENT) as server,
+        ThreadPoolExecutor(chosen.at_once) as pool,
     ):
         runner = Runner(server, Path(workspace), chosen.limit_s, PATIENCE_S)
         for done in range(1, chosen.passes + 1):
-            for kind in HOOKS:
-                outcome = runner.run(kind, TEMPLATE, None)  # type: ignore[arg-type]  # the keys are kinds
-                runs[kind] += 1
+            for outcome in pool.map(lambda kind: runner.run(kind, TEMPLATE, None), HOOKS):
+                runs[outcome.kind] += 1
                 if outcome.verdict != "passed":
                     failures.append(outcome)
-                    print(f"pass {done}: {kind}: {outcome.by}: {outcome.reason}", flush=True)
+                    print(f"pass {done}: {outcome.kind}: {outcome.by}: {outcome.reason}", flush=True)
             print(f"pass {done} of {chosen.passes}, {time.monotonic() - begun:.0f} s", flush=True)
             if chosen.until_s is not None and time.monotonic() - begun > chosen.until_s:
                 break
@@ -85,6 +87,7 @@ def main() -> None:
         "benchmark": "kit_stability",
         "machine": machine_facts(),
         "versions": versions(),
+        "at_once": chosen.at_once,
         "hogs": chosen.hogs,
         "passes": done,
         "runs": dict(runs),

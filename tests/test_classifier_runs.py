@@ -14,17 +14,10 @@ pytestmark = pytest.mark.engine
 @pytest.fixture
 def scored(recipe: Any, tmp_path: Path) -> Any:
     """GRPO whose reward is the score of a classifier with a tokenizer of its own."""
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
-    from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
+    from chatlearn_hf.tiny import build_tiny_classifier, build_tiny_tokenizer
 
     tokenizer = build_tiny_tokenizer(400, ["another corpus altogether, of other words"] * 3)
-    model = build_tiny_model(tmp_path / "lm", hidden=128, seed=6, tie=False, tokenizer=tokenizer)
-    plain = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
-    torch.nn.init.normal_(plain.score.weight, generator=torch.Generator().manual_seed(1))
-    plain.save_pretrained(tmp_path / "scorer")
-    tokenizer.save_pretrained(tmp_path / "scorer")
+    build_tiny_classifier(tmp_path / "scorer", hidden=128, seed=6, tie=False, tokenizer=tokenizer)
     content = recipe.content
     content["roles"]["scorer"] = {
         "kind": "generator",
@@ -47,7 +40,9 @@ def scored(recipe: Any, tmp_path: Path) -> Any:
 @pytest.mark.slow
 def test_rewards_are_the_scores_of_transformers(scored: Any, chatlearn: Any) -> None:
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from chatlearn_hf.plain_forward import load_plain_classifier
 
     finished = chatlearn("run", scored.file)
     assert finished.code == 0, finished.output
@@ -55,7 +50,7 @@ def test_rewards_are_the_scores_of_transformers(scored: Any, chatlearn: Any) -> 
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 12
     directory = scored.content["roles"]["scorer"]["model"]["path"]
-    plain = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    plain = load_plain_classifier(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     policy = AutoTokenizer.from_pretrained(scored.content["model"]["path"])
     before, _, after = policy.apply_chat_template(
@@ -66,7 +61,7 @@ def test_rewards_are_the_scores_of_transformers(scored: Any, chatlearn: Any) -> 
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": row["completion"]}]
         text = tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n")
         with torch.no_grad():
-            expected = plain(torch.tensor([tokenizer.encode(text, add_special_tokens=False)])).logits.item()
+            expected = float(plain(torch.tensor(tokenizer.encode(text, add_special_tokens=False))))
         assert row["reward"] == pytest.approx(expected, abs=1e-4), row["id"]
     assert len({row["reward"] for row in rows}) > 1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chatlearn_testing.suites import GeneratorConformance
-from chatlearn_vllm.conformance import ENGINE_ARGUMENTS, ENGINE_STATE
+from chatlearn_vllm.conformance import CLASSIFIER, ENGINE_ARGUMENTS, ENGINE_STATE
 
 
 @pytest.fixture(scope="module")
@@ -22,3 +22,4 @@ class TestInProcess(GeneratorConformance):
     load_reference = "chatlearn_hf.plain_forward:load_plain_model"
     engine_arguments = ENGINE_ARGUMENTS
     engine_state = ENGINE_STATE
+    classifier = CLASSIFIER

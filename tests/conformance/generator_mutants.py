@@ -57,6 +57,7 @@ CLOSED = "test_closing_ends_open_requests"
 EARLY = "test_closing_before_setup_is_allowed"
 LEFT = "test_closing_leaves_nothing"
 SCORED = "test_tokens_are_scored_or_refused"
+CLASSIFIED = "test_a_model_that_samples_refuses_to_classify"
 LOOP = "test_the_event_loop_stays_free"
 ALONE = "test_sampling_leaves_the_process_as_it_was"
 DECLARED = "test_what_is_declared_is_there"
@@ -386,6 +387,7 @@ MUTANTS = (
     ),
     _edit("errors_without_the_id", ERRORS, 'where = f"{self.name}, request {request.id!r}"', "where = self.name"),
     _edit("given_tokens_are_sampled", SCORED, "if request.forced_ids is not None:", "if False:"),
+    _edit("what_is_to_be_classified_is_sampled", CLASSIFIED, "if request.classify:", "if False:"),
     # Aborted and resumed
     _edit("abort_loses_the_tokens", HALF_WAY, ABORTED, f"rollout.draws, rollout.versions = [], []; {ABORTED}"),
     _edit(

@@ -92,7 +92,8 @@ _TESTS: Mapping[str, str] = {
         test_files_are_left_as_they_are
     """,
     PROMISES: """
-        test_tokens_are_scored_or_refused test_reach_is_what_the_record_says test_another_process_is_reached
+        test_tokens_are_scored_or_refused test_a_model_that_samples_refuses_to_classify
+        test_reach_is_what_the_record_says test_another_process_is_reached
         test_greedy_text_goes_on_after_many_requests test_declared_channels_are_taken
         test_declared_payloads_are_taken test_declared_payloads_are_carried test_declared_ranks_work
         test_what_is_declared_is_there test_unknown_engine_arguments_are_refused test_flow_names_its_roles

@@ -214,20 +214,15 @@ def test_text_is_rendered_once_whatever_the_prompt_was(template: str | None, mak
 
 def reward_model(folder: Path, template: str | None) -> Path:
     """A tiny sequence classifier whose tokenizer has this chat template."""
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    from chatlearn_hf.tiny import build_tiny_model
+    from chatlearn_hf.tiny import build_tiny_classifier
 
-    model = build_tiny_model(folder / "lm", hidden=32, intermediate=64, tie=False)
-    plain = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
-    torch.manual_seed(1)
-    torch.nn.init.normal_(plain.score.weight)
-    plain.save_pretrained(folder / "rm")
+    model = build_tiny_classifier(folder / "rm", hidden=32, intermediate=64, tie=False)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder / "rm")
-    return folder / "rm"
+    tokenizer.save_pretrained(model)
+    return model
 
 
 @contextmanager
@@ -251,11 +246,11 @@ def trainer_role(directory: Path) -> Iterator[Handle]:
 def transformers_score(directory: Path, ids: list[int]) -> float:
     """Of one sequence."""
     import torch
-    from transformers import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    from chatlearn_hf.plain_forward import load_plain_classifier
+
     with torch.no_grad():
-        return float(model(torch.tensor([ids])).logits.item())
+        return float(load_plain_classifier(directory)(torch.tensor(ids)))
 
 
 def test_options_survive_the_way_to_a_worker() -> None:

@@ -195,16 +195,13 @@ def test_a_reward_model_scores_each_prefix_in_a_call_a_group() -> None:
 def test_scores_of_prefixes_are_those_of_a_head_at_every_token(tmp_path: Path) -> None:
     """Against transformers: the model's body once over the whole sequence, its head at the end of each step."""
     import torch
-    from transformers import AutoModelForSequenceClassification
 
     from chatlearn_core.plugins.loader import discover_plugins
-    from chatlearn_hf.tiny import build_tiny_model
+    from chatlearn_hf.plain_forward import load_plain_classifier
+    from chatlearn_hf.tiny import build_tiny_classifier
 
-    model = build_tiny_model(tmp_path / "lm", hidden=32, intermediate=64, tie=False, tokenizer=TOKENIZER)
-    plain = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32).eval()
-    torch.manual_seed(1)
-    torch.nn.init.normal_(plain.score.weight)
-    plain.save_pretrained(model)
+    model = build_tiny_classifier(tmp_path / "rm", hidden=32, intermediate=64, tie=False, tokenizer=TOKENIZER)
+    plain = load_plain_classifier(model).model
     registry = discover_plugins()
     record = registry.select("trainer", "fsdp", "test")
     source = ModelSource(str(model), str(model), head="reward")

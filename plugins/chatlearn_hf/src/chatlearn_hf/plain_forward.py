@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 
 class PlainModel(torch.nn.Module):
@@ -25,4 +25,12 @@ class PlainModel(torch.nn.Module):
 def load_plain_model(directory: Path) -> PlainModel:
     """Load a float32 causal language model in evaluation mode, using only transformers' code."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return PlainModel(model).eval()
+
+
+def load_plain_classifier(directory: Path) -> PlainModel:
+    """Load a float32 sequence classifier likewise: ``forward(token_ids [T]) -> scores [num_labels]``."""
+    model = AutoModelForSequenceClassification.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
     return PlainModel(model).eval()

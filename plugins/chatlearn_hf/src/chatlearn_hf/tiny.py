@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from chatlearn_hf.progress_bars import no_progress_bars
 
@@ -166,6 +173,29 @@ def build_tiny_model(
         model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def build_tiny_classifier(directory: str | Path, *, num_labels: int = 1, seed: int = 0, **model: Any) -> Path:
+    """Write a random float32 sequence classifier and its tokenizer to ``directory``.
+
+    Args:
+        directory: created if missing.
+        num_labels: number of scores that it gives a text.
+        seed: seed of the weights; the global random state is unchanged.
+        **model: arguments of ``build_tiny_model``.
+
+    Returns:
+        The directory.
+    """
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), no_progress_bars():
+        body = build_tiny_model(folder, seed=seed, **model)
+        classifier = AutoModelForSequenceClassification.from_pretrained(
+            body, num_labels=num_labels, dtype=torch.float32
+        )
+        torch.nn.init.normal_(classifier.score.weight, generator=torch.Generator().manual_seed(seed + 1))
+        classifier.save_pretrained(directory)
+        AutoTokenizer.from_pretrained(body).save_pretrained(directory)
+    return Path(directory)
 
 
 def _default_corpus() -> list[str]:

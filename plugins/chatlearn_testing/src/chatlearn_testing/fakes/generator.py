@@ -237,6 +237,8 @@ class FakeGenerator:
             raise BackendError(f"{where}: the replica is {self._state} ({self._problem})")
         if self._away and not self._paused:
             raise BackendError(f"{where}: {', '.join(sorted(self._away))} is offloaded; onload it first")
+        if request.classify:
+            raise BackendError(f"{where}: it requests the score of a classifier; this is a language model")
         if not len(request.prompt_ids):
             raise BackendError(f"{where}: the prompt is empty; give at least one token")
         length = len(request.prompt_ids) + request.sampling.max_tokens

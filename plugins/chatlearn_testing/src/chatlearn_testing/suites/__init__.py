@@ -9,6 +9,7 @@ from chatlearn_testing.suites.environment import EnvironmentCase, EnvironmentCon
 from chatlearn_testing.suites.example_kind import ExampleKindCase, ExampleKindConformance
 from chatlearn_testing.suites.flow_method import FlowMethodConformance
 from chatlearn_testing.suites.generator import GeneratorConformance
+from chatlearn_testing.suites.generator_classifier import ClassifierCase
 from chatlearn_testing.suites.launcher import LauncherCase, LauncherConformance
 from chatlearn_testing.suites.logger import LoggerConformance
 from chatlearn_testing.suites.model_family import ModelFamilyConformance
@@ -29,6 +30,7 @@ __all__ = [
     "AggregationCase",
     "AggregationConformance",
     "AlgorithmConformance",
+    "ClassifierCase",
     "CliCommandConformance",
     "ConformanceSuite",
     "DatasetConformance",

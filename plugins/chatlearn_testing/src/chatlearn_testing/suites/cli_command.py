@@ -12,8 +12,8 @@ from chatlearn_core.plugins.records import CliCommandSpec, Kind
 from chatlearn_core.plugins.sources import COMMAND_LINE
 from chatlearn_core.plugins.validation import command_name_problem
 from chatlearn_testing.applicability import not_applicable
+from chatlearn_testing.child_python import ENGINES, Finished, assert_imports_none_of, run_python
 from chatlearn_testing.leftovers import Leftovers
-from chatlearn_testing.suites.child_python import Finished, imported_with, run_python
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite, installed_plugins
 
 UNKNOWN = "no-such-option"
@@ -95,8 +95,7 @@ class CliCommandConformance(ConformanceSuite):
         required = {
             re.split(r"[^A-Za-z0-9_]", one)[0] for alternatives in self._command().requires for one in alternatives
         }
-        found = imported_with(module, self.limit_s, allowed=frozenset(required))
-        assert not found, f"importing {module} imports {', '.join(sorted(found))}; import it where it is used"
+        assert_imports_none_of(ENGINES - required, [module], self.limit_s)
 
     def test_help_explains_the_command(self, tmp_path: Path) -> None:
         """``--help`` of the command, and of each command below it, ends with code 0, prints how to use it on standard

@@ -47,16 +47,22 @@ def selected(kind: Kind, name: str, where: str, python: str | None) -> PluginRec
 
 
 @contextmanager
+def nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Fail if the block prints to standard output, which belongs to the command that runs."""
+    capfd.readouterr()
+    yield
+    assert not (printed := capfd.readouterr().out), f"printed to standard output: {printed[:200]!r}"
+
+
+@contextmanager
 def nothing_changes(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
     """Fail if the block prints to standard output, writes a file, or changes state that the process shares."""
-    capfd.readouterr()
-    with other_random_state(UNUSUAL_SEED), written_files() as written:
+    with nothing_is_printed(capfd), written_files() as written:
         watch = StateWatch()
         yield
         changed = watch.changed_state()
     assert not changed, f"changed: {'; '.join(changed)}"
     assert not written, f"written: {', '.join(sorted(written)[:5])}"
-    assert not (printed := capfd.readouterr().out), f"printed to standard output: {printed[:200]!r}"
 
 
 class ConformanceSuite:
@@ -153,13 +159,26 @@ class ConformanceSuite:
         Seeds: use a generator of your own. Environment, working directory, handlers, search path, limits, levels,
         functions of the standard library: they belong to the run and to the other plugins beside yours.
         """
-        watch = StateWatch(ignored=self.ignored_state())
-        yield
-        changed = watch.changed_state()
+        with other_random_state(UNUSUAL_SEED):
+            watch = StateWatch(ignored=self.ignored_state())
+            yield
+            changed = watch.changed_state()
         assert not changed, f"changed for all code of the process: {'; '.join(changed)}"
         if not self.shares_backends:
             threads = watch.threads_left()
             assert not threads, f"outlive the test: {', '.join(threads)}"
+
+    @contextmanager
+    def nothing_is_left(self, kept: Path | None = None) -> Iterator[None]:
+        """Fail if a process, thread, port, shared memory or file of the block outlives it; ``kept`` may hold files."""
+        with written_files() as written:
+            watch = ProcessWatch(watches_ports=not self.record().requires)
+            yield
+            left = watch.left_behind()
+        assert not left, f"outlive close: {'; '.join(left)}"
+        files = sorted(file for file in written if Path(file).exists())
+        outside = [file for file in files if kept is None or not Path(file).is_relative_to(kept)]
+        assert not outside, f"files outlive close: {', '.join(outside[:5])}"
 
     @pytest.fixture
     def _one_thread(self) -> Iterator[None]:

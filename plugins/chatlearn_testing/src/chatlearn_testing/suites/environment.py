@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,10 +28,7 @@ from chatlearn_core.types import (
 )
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.fakes.tokenizer import CharacterTokenizer
-from chatlearn_testing.leftovers import wait_until_empty, written_files
-from chatlearn_testing.process_state import process_state
-from chatlearn_testing.processes import descendants
-from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite, nothing_is_printed
 
 MAX_TOKENS = 4096
 TURN_TOKENS = 512
@@ -297,38 +291,25 @@ class EnvironmentConformance(ConformanceSuite):
     def test_the_process_and_the_prompt_stay_as_they_were(
         self, make_environment: MakeEnvironment, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """A rollout prints nothing to standard output, and changes neither its prompt nor what all code of the process
-        shares: global seeds, environment, working directory.
+        """A rollout prints nothing to standard output, and changes neither its prompt nor, as in every test, what all
+        code of the process shares: global seeds, environment, working directory.
         """
-        capfd.readouterr()
-        before = process_state()
         environment = make_environment()
-        for index, case in enumerate(self.cases):
-            prompt = self._prompt(case, f"kept-{index}")
-            content = pickle.dumps(prompt)
-            self._make(environment, case, f"kept-{index}", prompt=prompt)
-            assert pickle.dumps(prompt) == content, "the prompt was changed"
-        after = process_state()
-        changed = [name for name, value in before.items() if after[name] != value]
-        assert not changed, f"changed: {', '.join(changed)}"
-        printed = capfd.readouterr().out
-        assert not printed, f"printed to standard output: {printed[:200]!r}"
+        with nothing_is_printed(capfd):
+            for index, case in enumerate(self.cases):
+                prompt = self._prompt(case, f"kept-{index}")
+                content = pickle.dumps(prompt)
+                self._make(environment, case, f"kept-{index}", prompt=prompt)
+                assert pickle.dumps(prompt) == content, "the prompt was changed"
 
     def test_closing_leaves_nothing(self, make_environment: MakeEnvironment) -> None:
         """``close`` ends every process and thread, removes the files that were written, and is idempotent."""
-        processes, threads = set(descendants(os.getpid())), set(threading.enumerate())
-        with written_files() as written:
+        with self.nothing_is_left():
             environment = make_environment()
             for index, case in enumerate(self.cases):
                 self._make(environment, case, f"last-{index}")
             environment.close()
             environment.close()
-        left = wait_until_empty(lambda: [str(pid) for pid in set(descendants(os.getpid())) - processes], 5)
-        assert not left, f"processes {', '.join(left)} outlive close"
-        alive = wait_until_empty(lambda: [t.name for t in set(threading.enumerate()) - threads if t.is_alive()], 5)
-        assert not alive, f"threads {sorted(alive)} outlive close"
-        files = sorted(file for file in written if Path(file).exists())
-        assert not files, f"files outlive close: {', '.join(files[:5])}"
 
     @pytest.fixture
     def make_environment(self) -> Iterator[MakeEnvironment]:

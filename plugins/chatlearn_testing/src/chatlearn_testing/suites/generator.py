@@ -20,6 +20,7 @@ from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.fakes.sampling import basis_logprobs
 from chatlearn_testing.stress import seeds
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites.generator_classifier import ClassifierContract
 from chatlearn_testing.suites.generator_fixtures import (
     FEW_TOKENS,
     MODEL_LENGTH,
@@ -57,6 +58,7 @@ class GeneratorConformance(
     ResumptionContract,
     PromisesContract,
     LifecycleContract,
+    ClassifierContract,
     GeneratorFixtures,
     ConformanceSuite,
 ):

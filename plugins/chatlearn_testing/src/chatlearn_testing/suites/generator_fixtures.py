@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import pytest
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from chatlearn_core.protocols import Generator, ModelSource, RoleContext
@@ -115,12 +116,18 @@ class GeneratorFixtures(ModelSuite, ConformanceSuite):
     """Engine-native arguments, as in ``roles.generator.engine`` of a configuration."""
 
     @classmethod
-    def build_generator(cls, directory: Path, engine_arguments: Mapping[str, Any] | None = None) -> Generator:
-        """Build a generator of a model directory without setting it up; None: with the suite's engine arguments."""
+    def build_generator(
+        cls,
+        directory: Path,
+        engine_arguments: Mapping[str, Any] | None = None,
+        options: BaseModel | None = None,
+    ) -> Generator:
+        """Build a generator of a model directory without setting it up; None: the suite's engine arguments, options."""
         arguments = cls.engine_arguments if engine_arguments is None else engine_arguments
+        chosen = cls.make_options(dtype="float32") if options is None else options
         source = ModelSource(str(directory), str(directory), max_length=MODEL_LENGTH)
         context = RoleContext("generator", source, device=cls.device, engine_arguments=dict(arguments))
-        generator: Generator = cls.build()(cls.make_options(dtype="float32"), context)
+        generator: Generator = cls.build()(chosen, context)
         return generator
 
     @classmethod

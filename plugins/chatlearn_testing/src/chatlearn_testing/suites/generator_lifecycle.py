@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,6 @@ import torch
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.protocols import MemoryPart
 from chatlearn_core.types import Completion
-from chatlearn_testing.leftovers import wait_until_empty, written_files
-from chatlearn_testing.processes import descendants
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.generator_fixtures import (
     LONG,
@@ -28,7 +24,6 @@ from chatlearn_testing.suites.generator_fixtures import (
 )
 
 PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
-THREADS_END_S = 5.0
 
 
 class LifecycleContract(GeneratorFixtures, ConformanceSuite):
@@ -88,8 +83,7 @@ class LifecycleContract(GeneratorFixtures, ConformanceSuite):
         """``close`` ends every process and thread that the generator started and removes its temporary files and shared
         memory; later requests raise a ``BackendError`` that names them. Other replicas stay.
         """
-        before, threads = set(descendants(os.getpid())), set(threading.enumerate())
-        with written_files() as written:
+        with self.nothing_is_left():
             closed = self.start_replica(model_directory)
             assert len(closed.ask(ask("last"))[0].token_ids) == NUM_TOKENS
             closed.generator.close()
@@ -97,12 +91,4 @@ class LifecycleContract(GeneratorFixtures, ConformanceSuite):
                 closed.ask(ask("too-late"))
             closed.close()
         assert "too-late" in str(caught.value), f"does not name the request: {caught.value}"
-        left = wait_until_empty(lambda: [str(pid) for pid in set(descendants(os.getpid())) - before], THREADS_END_S)
-        assert not left, f"processes {', '.join(left)} outlive close"
-        alive = wait_until_empty(
-            lambda: [t.name for t in set(threading.enumerate()) - threads if t.is_alive()], THREADS_END_S
-        )
-        assert not alive, f"threads {', '.join(alive)} outlive close"
-        files = sorted(file for file in written if Path(file).exists())
-        assert not files, f"files outlive close: {', '.join(files[:5])}"
         assert replica.ask(ask("other-replica"))[0].finish_reason == "length"

@@ -14,8 +14,7 @@ from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.plugins.records import Kind
 from chatlearn_core.protocols import NodePart
 from chatlearn_testing.leftovers import written_files
-from chatlearn_testing.process_state import process_state
-from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite, nothing_changes
 
 Environment = Mapping[str, str]
 SHELL: Environment = MappingProxyType(
@@ -168,16 +167,10 @@ class LauncherConformance(ConformanceSuite):
         assert dict(os.environ) == before, "os.environ was changed"
 
     def test_the_process_stays_as_it_was(self, capfd: pytest.CaptureFixture[str]) -> None:
-        """Nothing is printed to standard output, and what all code of the process shares is unchanged."""
-        capfd.readouterr()
-        before = process_state()
-        for environment, _ in self._processes():
-            self._part(environment)
-        after = process_state()
-        changed = [name for name, value in before.items() if after[name] != value]
-        assert not changed, f"changed: {', '.join(changed)}"
-        printed = capfd.readouterr().out
-        assert not printed, f"printed to standard output: {printed[:200]!r}"
+        """Nothing is printed to standard output or written, and what all code of the process shares is unchanged."""
+        with nothing_changes(capfd):
+            for environment, _ in self._processes():
+                self._part(environment)
 
     # Inside
 

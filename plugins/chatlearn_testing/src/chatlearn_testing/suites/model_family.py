@@ -15,9 +15,8 @@ from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.protocols import ModelSource
 from chatlearn_core.protocols.model_family import ModelFacts, ModelFamily
 from chatlearn_testing.applicability import not_applicable
-from chatlearn_testing.leftovers import written_files
 from chatlearn_testing.other_process import in_another_process
-from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite, nothing_changes
 from chatlearn_testing.suites.light_imports import LightImports
 from chatlearn_testing.suites.model_family_layouts import LayoutContract
 from chatlearn_testing.suites.model_family_models import (
@@ -197,14 +196,11 @@ class ModelFamilyConformance(RenderingContract, LayoutContract, LightImports, Mo
             assert directory.name in str(caught.value), f"{str(caught.value)!r} does not name the model"
 
     def test_the_process_stays_as_it_was(self, models: Sequence[BuiltModel], capfd: pytest.CaptureFixture[str]) -> None:
-        """Reading a model prints nothing to standard output and writes no file."""
-        capfd.readouterr()
-        with written_files() as written:
+        """Reading a model prints nothing to standard output, writes no file and changes nothing that others share."""
+        with nothing_changes(capfd):
             for model in models:
                 for read in READERS.values():
                     read(self._family(), model.source)
-        assert not written, f"written: {', '.join(sorted(written)[:5])}"
-        assert not (printed := capfd.readouterr().out), f"printed to standard output: {printed[:200]!r}"
 
 
 def _read(factory: str, options: Any, asked: Sequence[tuple[ModelSource, str]]) -> list[Any]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import pickle
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,11 +25,8 @@ from chatlearn_core.types import (
 )
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.fakes.role_handle import CharacterCodes
-from chatlearn_testing.leftovers import wait_until_empty, written_files
 from chatlearn_testing.loop_watch import blocks_of, least
-from chatlearn_testing.process_state import process_state
-from chatlearn_testing.processes import descendants
-from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite, nothing_is_printed
 
 
 @dataclass(slots=True, frozen=True)
@@ -179,21 +173,16 @@ class RewardConformance(ConformanceSuite):
             assert pickle.dumps(sample) == content, f"sample {sample.id!r} was changed"
 
     def test_the_process_stays_as_it_was(self, make_reward: MakeReward, capfd: pytest.CaptureFixture[str]) -> None:
-        """``setup``, ``score`` and ``close`` print nothing to standard output and change no state that other roles of
-        the process share: global seeds, torch's threads and default dtype, environment, working directory.
+        """``setup``, ``score`` and ``close`` print nothing to standard output and, as in every test, change no state
+        that other roles of the process share: global seeds, torch's threads and default dtype, environment, working
+        directory.
 
         Use a generator of your own (``np.random.default_rng``), and the logging module.
         """
-        capfd.readouterr()
-        before = process_state()
-        reward = make_reward()
-        self._score(reward, [case.sample(f"quiet-{index}") for index, case in enumerate(self.cases)])
-        reward.close()
-        after = process_state()
-        changed = [name for name, value in before.items() if after[name] != value]
-        assert not changed, f"changed: {', '.join(changed)}"
-        printed = capfd.readouterr().out
-        assert not printed, f"printed to standard output: {printed[:200]!r}"
+        with nothing_is_printed(capfd):
+            reward = make_reward()
+            self._score(reward, [case.sample(f"quiet-{index}") for index, case in enumerate(self.cases)])
+            reward.close()
 
     def test_odd_samples_are_marked_not_raised(self, make_reward: MakeReward) -> None:
         """No content of a sample makes ``score`` raise, hang or return a non-finite value."""
@@ -310,18 +299,11 @@ class RewardConformance(ConformanceSuite):
         """``close`` ends every process and thread that the reward started, even a hanging one, removes the files that
         it wrote, and is idempotent.
         """
-        before, threads = set(descendants(os.getpid())), set(threading.enumerate())
-        with written_files() as written:
+        with self.nothing_is_left():
             reward = make_reward()
             self._score(reward, [case.sample(f"last-{i}") for i, case in enumerate(self.cases)])
             reward.close()
             reward.close()
-        left = set(descendants(os.getpid())) - before
-        assert not left, f"processes {sorted(left)} outlive close"
-        alive = wait_until_empty(lambda: [t.name for t in set(threading.enumerate()) - threads if t.is_alive()], 5)
-        assert not alive, f"threads {sorted(alive)} outlive close"
-        files = sorted(file for file in written if Path(file).exists())
-        assert not files, f"files outlive close: {', '.join(files[:5])}"
 
     @pytest.fixture
     def make_reward(self) -> Iterator[MakeReward]:

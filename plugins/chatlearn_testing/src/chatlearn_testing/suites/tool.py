@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import os
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -21,11 +18,8 @@ from chatlearn_core.exceptions import BackendError, ConfigError
 from chatlearn_core.plugins.records import Kind
 from chatlearn_core.protocols import TOOL_NAME, Tool, ToolSource
 from chatlearn_testing.applicability import not_applicable
-from chatlearn_testing.leftovers import wait_until_empty, written_files
 from chatlearn_testing.loop_watch import blocks_of, least
-from chatlearn_testing.process_state import process_state
-from chatlearn_testing.processes import descendants
-from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite, nothing_is_printed
 
 NUM_TOGETHER = 6
 """Calls of each case that are made at the same time."""
@@ -33,8 +27,6 @@ NUM_CANCELLED = 3
 """Calls of each case that are cancelled, each after one turn of the event loop more than the one before."""
 BLOCK_S = 0.25
 """Time for which the calls of all cases may keep the event loop from other work, seconds."""
-WAIT_S = 5.0
-"""Time for processes and threads to end after ``close``, seconds."""
 ODD_TEXTS = ("", " ", "\x00\x01", "9" * 400, "ä漢🙂\n" * 50, "(" * 3000, "../../etc/passwd", '{"name": 1')
 ODD_VALUES: tuple[Any, ...] = (None, True, -1, 1e300, 10**400, "text", [], [[]], {}, {"": None})
 
@@ -172,10 +164,8 @@ class ToolConformance(ConformanceSuite):
         """A call that is cancelled ends as cancelled, unless it was done before; later calls answer as before, and no
         thread or process is left when the source is closed.
         """
-        processes, threads = set(descendants(os.getpid())), set(threading.enumerate())
-        opened = open_tools()
 
-        async def cancelled(case: ToolCase, turns: int) -> tuple[bool, bool]:
+        async def cancelled(opened: OpenSource, case: ToolCase, turns: int) -> tuple[bool, bool]:
             task = asyncio.ensure_future(_outcome(opened.tool(case), case.arguments))
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -184,13 +174,14 @@ class ToolConformance(ConformanceSuite):
             await asyncio.wait([task])
             return was_done, task.cancelled()
 
-        for index, case in enumerate(self.cases):
-            for turns in range(1, NUM_CANCELLED + 1):
-                was_done, is_cancelled = self._run(cancelled(case, turns))
-                assert was_done or is_cancelled, f"case {index} swallowed its cancellation"
-        self._assert_still_right(opened)
-        opened.source.close()
-        self._assert_nothing_runs(processes, threads)
+        with self.nothing_is_left():
+            opened = open_tools()
+            for index, case in enumerate(self.cases):
+                for turns in range(1, NUM_CANCELLED + 1):
+                    was_done, is_cancelled = self._run(cancelled(opened, case, turns))
+                    assert was_done or is_cancelled, f"case {index} swallowed its cancellation"
+            self._assert_still_right(opened)
+            opened.source.close()
 
     def test_the_event_loop_stays_free(self, open_tools: OpenTools) -> None:
         """Calls let other coroutines run: all rollouts of the environment share the event loop.
@@ -253,28 +244,16 @@ class ToolConformance(ConformanceSuite):
                 source.close()
 
     def test_the_process_stays_as_it_was(self, open_tools: OpenTools, capfd: pytest.CaptureFixture[str]) -> None:
-        """Nothing is printed to standard output, and what all code of the process shares is unchanged: global seeds,
-        environment, working directory.
-        """
-        capfd.readouterr()
-        before = process_state()
-        self._assert_still_right(open_tools())
-        after = process_state()
-        changed = [name for name, value in before.items() if after[name] != value and name not in self.ignored_state()]
-        assert not changed, f"changed: {', '.join(changed)}"
-        printed = capfd.readouterr().out
-        assert not printed, f"printed to standard output: {printed[:200]!r}"
+        """Nothing is printed to standard output; as in every test, what all code of the process shares is unchanged."""
+        with nothing_is_printed(capfd):
+            self._assert_still_right(open_tools())
 
     def test_closing_leaves_nothing(self, open_tools: OpenTools) -> None:
         """``close`` ends every process and thread of the source, and removes the files that it wrote."""
-        processes, threads = set(descendants(os.getpid())), set(threading.enumerate())
-        with written_files() as written:
+        with self.nothing_is_left():
             opened = open_tools()
             self._assert_still_right(opened)
             opened.source.close()
-        self._assert_nothing_runs(processes, threads)
-        files = sorted(file for file in written if Path(file).exists())
-        assert not files, f"files outlive close: {', '.join(files[:5])}"
 
     @pytest.fixture
     def open_tools(self) -> Iterator[OpenTools]:
@@ -333,12 +312,6 @@ class ToolConformance(ConformanceSuite):
     def _assert_still_right(self, opened: OpenSource) -> None:
         for index, case in enumerate(self.cases):
             self._assert_outcome(index, case, opened, self._run(_outcome(opened.tool(case), case.arguments)))
-
-    def _assert_nothing_runs(self, processes: set[int], threads: set[threading.Thread]) -> None:
-        left = wait_until_empty(lambda: [str(pid) for pid in set(descendants(os.getpid())) - processes], WAIT_S)
-        assert not left, f"processes {', '.join(left)} outlive close"
-        alive = wait_until_empty(lambda: [t.name for t in set(threading.enumerate()) - threads if t.is_alive()], WAIT_S)
-        assert not alive, f"threads {sorted(alive)} outlive close"
 
 
 async def _outcome(tool: Tool, arguments: Mapping[str, Any]) -> Any:

@@ -226,6 +226,8 @@ class AcmeGenerator:
             raise BackendError(f"{where}: {', '.join(sorted(self._offloaded))} is offloaded; onload it first")
         if request.forced_ids is not None:
             raise BackendError(f"{where}: it asks for logprobs of given tokens; the record does not declare 'scores'")
+        if request.classify:
+            raise BackendError(f"{where}: it asks for a classifier's score; the record does not declare 'classifies'")
         vocab_size, num_prompt = len(self._weights[UNIGRAM]), len(request.prompt_ids)
         if not num_prompt or int(request.prompt_ids.min()) < 0 or int(request.prompt_ids.max()) >= vocab_size:
             raise BackendError(f"{where}: a prompt is at least one token, each in [0, {vocab_size})")

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +28,18 @@ ENGINES = frozenset(
     }
 )
 """Packages that take seconds to import, start threads or ask for devices."""
+HEAVY = ENGINES | {"tokenizers", "torch"}
+"""What is imported only for a run that has selected the plugin."""
 _IMPORTED = """
 import contextlib, importlib, io, json, sys
-said = io.StringIO()
-with contextlib.redirect_stdout(said):
-    importlib.import_module(sys.argv[1])
-print(json.dumps([sorted({name.partition(".")[0] for name in sys.modules}), said.getvalue()]))
+watched = set(json.loads(sys.argv[1]))
+found = {}
+for module in sys.argv[2:]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        importlib.import_module(module)
+    found[module] = [sorted(watched.intersection(sys.modules)), said.getvalue()]
+print(json.dumps(found))
 """
 
 
@@ -76,19 +82,19 @@ def run_python(
     return Finished(done.returncode, done.stdout, done.stderr)
 
 
-def imported_with(module: str, limit_s: float, *, allowed: frozenset[str] = frozenset()) -> frozenset[str]:
-    """Return the engines that are imported together with a module.
+def assert_imports_none_of(packages: Collection[str], modules: Sequence[str], limit_s: float) -> None:
+    """Import modules one after another in a new interpreter.
 
     Args:
-        module: name of a module.
+        packages: names of packages that must not be imported with them.
+        modules: names of modules.
         limit_s: time limit, seconds.
-        allowed: engines that do not count.
 
     Raises:
-        AssertionError: the import fails, exceeds the limit or prints something.
+        AssertionError: an import fails, exceeds the limit, prints something, or brings one of the packages with it.
     """
-    done = run_python(["-c", _IMPORTED, module], limit_s)
-    assert done.code == 0, f"{module} cannot be imported: {done.stderr[-500:]}"
-    names, said = json.loads(done.stdout.splitlines()[-1])
-    assert not said, f"importing {module} prints {said[:200]!r}"
-    return ENGINES.intersection(names) - allowed
+    done = run_python(["-P", "-c", _IMPORTED, json.dumps(sorted(packages)), *modules], limit_s)
+    assert done.code == 0, f"{' and '.join(modules)} cannot be imported: {done.stderr.strip()[-500:]}"
+    for module, (heavy, said) in json.loads(done.stdout.splitlines()[-1]).items():
+        assert not said, f"importing {module} prints {said[:200]!r}"
+        assert not heavy, f"importing {module} imports {', '.join(heavy)}; import it where it is used"
