@@ -188,7 +188,7 @@ def test_text_is_rendered_once_whatever_the_prompt_was(template: str | None, mak
     from transformers import AutoTokenizer
 
     directory = reward_model(tmp_path, template)
-    run_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "lm")
+    run_tokenizer = AutoTokenizer.from_pretrained(directory)
     run_tokenizer.chat_template = RUN_TEMPLATE
     given = {
         "messages": ("not read", CHAT),
@@ -214,15 +214,11 @@ def test_text_is_rendered_once_whatever_the_prompt_was(template: str | None, mak
 
 def reward_model(folder: Path, template: str | None) -> Path:
     """A tiny sequence classifier whose tokenizer has this chat template."""
-    from transformers import AutoTokenizer
+    from chatlearn_hf.tiny import build_tiny_classifier, build_tiny_tokenizer
 
-    from chatlearn_hf.tiny import build_tiny_classifier
-
-    model = build_tiny_classifier(folder / "rm", hidden=32, intermediate=64, tie=False)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = build_tiny_tokenizer()
     tokenizer.chat_template = template
-    tokenizer.save_pretrained(model)
-    return model
+    return build_tiny_classifier(folder, hidden=32, intermediate=64, tie=False, tokenizer=tokenizer)
 
 
 @contextmanager
