@@ -28,7 +28,7 @@ from machine import machine_facts  # noqa: E402  # of the folders above
 from mutation_run import ENVIRONMENT, PRELOADED, SEARCHED, Outcome, Runner, versions  # noqa: E402  # likewise
 from source_mutants import HOOKS, TEMPLATE  # noqa: E402  # likewise
 
-from chatlearn_testing.fork_server import ForkServer  # noqa: E402  # after the folders above
+from chatlearn_hosting.fork_server import ForkServer  # noqa: E402  # after the folders above
 
 PATIENCE_S = 120.0
 """As in a suite that an author runs."""

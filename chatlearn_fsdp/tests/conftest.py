@@ -17,7 +17,7 @@ from chatlearn_core.types import Metric, OutputRequest, Outputs, TrainBatch, cum
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_hf.tiny import build_tiny_model
-from chatlearn_testing.fork_server import ForkServer
+from chatlearn_hosting.fork_server import ForkServer
 from chatlearn_trainer_kit.optimizer import optimizer_tensors
 
 LENGTHS = [17, 40, 1, 7, 38, 22, 9]

@@ -13,7 +13,7 @@ import torch
 
 from chatlearn_core.types import TrainBatch, cumulative_lengths
 from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
-from chatlearn_testing.fork_server import ForkServer
+from chatlearn_hosting.fork_server import ForkServer
 
 LENGTHS = [17, 40, 1, 7, 38, 22, 9]
 RANKS_DEADLINE_S = 240.0

@@ -39,7 +39,8 @@ _TESTS: Mapping[str, str] = {
         test_values_do_not_depend_on_packing test_values_are_as_expected test_outputs_are_those_of_the_role
         test_the_same_samples_get_the_same test_tokens_get_their_weights test_the_order_of_sequences_does_not_matter
         test_long_sequences_are_weighed test_weights_depend_on_the_mini_batch_alone
-        test_names_and_numbers_of_groups_do_not_matter
+        test_names_and_numbers_of_groups_do_not_matter test_one_rank_gives_the_bits_of_the_local_runtime
+        test_ranks_split_a_batch_and_merge_metrics_by_name
     """,
     SEEDS: """
         test_draws_of_a_mixed_batch_follow_each_requests_distribution test_successive_tokens_are_drawn_independently
@@ -65,12 +66,16 @@ _TESTS: Mapping[str, str] = {
         test_what_comes_while_paused_waits test_pause_and_resume_may_repeat test_a_timeout_names_the_request
         test_a_timeout_ends_the_work test_streaming_of_a_resumed_completion_begins_after_the_prior
         test_closing_ends_open_requests test_a_restored_sampler_continues test_samples_may_come_late
+        test_pause_keeps_and_abort_returns_what_was_sampled test_a_call_that_hangs_ends_by_its_timeout
+        test_a_request_that_takes_too_long_ends_by_its_timeout
+        test_a_worker_with_a_blocked_event_loop_says_where
     """,
     VERSIONS: """
         test_a_resumed_completion_keeps_its_versions test_a_sync_while_sampling_is_stated_token_by_token
         test_new_weights_change_the_output test_requests_held_over_a_failed_sync_fail test_a_sync_has_a_beginning
         test_a_loading_replica_serves_nothing test_reloading_the_same_weights_changes_nothing
-        test_an_unfinished_request_lives_through_a_sync_as_declared
+        test_an_unfinished_request_lives_through_a_sync_as_declared test_weights_reach_every_replica
+        test_a_trainer_follows_another test_weights_are_lent_to_a_replica_that_comes_late
     """,
     MEMORY: """
         test_tensors_that_were_given_are_not_kept test_tensors_may_be_views test_offloading_keeps_the_synced_weights
@@ -81,6 +86,7 @@ _TESTS: Mapping[str, str] = {
         test_a_sample_is_read_only test_samples_are_read_only test_metrics_and_configuration_are_read_only
         test_losses_are_values test_advantages_change_nothing test_the_state_is_a_copy test_a_batch_is_read_only
         test_arguments_are_read_only test_the_environment_is_read_only test_conversations_are_read_only
+        test_parts_are_moved_out_and_back test_values_are_got_by_sample_and_field
         test_a_question_is_read_only test_draws_are_independent test_samples_of_an_earlier_call_are_left_alone
     """,
     PROCESS: """
@@ -89,7 +95,8 @@ _TESTS: Mapping[str, str] = {
         test_the_process_and_the_data_stay_as_they_were test_samplers_share_nothing
         test_closing_a_trainer_leaves_nothing test_the_process_and_the_prompt_stay_as_they_were
         test_it_reads_the_given_variables_alone test_objects_share_nothing test_reading_is_lazy_and_closes_the_file
-        test_files_are_left_as_they_are
+        test_files_are_left_as_they_are test_close_twice_leaves_nothing
+        test_a_role_that_does_not_start_closes_the_others
     """,
     PROMISES: """
         test_tokens_are_scored_or_refused test_a_model_that_samples_refuses_to_classify
@@ -98,7 +105,8 @@ _TESTS: Mapping[str, str] = {
         test_declared_payloads_are_taken test_declared_payloads_are_carried test_declared_ranks_work
         test_what_is_declared_is_there test_unknown_engine_arguments_are_refused test_flow_names_its_roles
         test_declared_columns_are_those_of_its_rows test_is_a_format test_is_a_sampler test_is_a_reward
-        test_is_a_logger test_is_a_generator test_is_a_trainer test_other_columns_reach_the_rewards
+        test_is_a_logger test_is_a_generator test_is_a_trainer test_is_a_runtime test_roles_are_told_when_they_are_up
+        test_more_ranks_than_it_hosts_are_refused_before_start test_other_columns_reach_the_rewards
         test_expects_the_names_of_the_model_directory test_record_is_the_one_that_is_registered
         test_a_replica_that_missed_a_sync_takes_it_later test_is_an_environment test_only_declared_handles_are_asked
         test_is_a_source_of_tools test_it_is_recognised_as_declared test_cases_can_tell_right_from_wrong

@@ -42,7 +42,7 @@ from mutant_groups import GROUPS  # noqa: E402
 from source_mutants import TEMPLATE, SourceMutant, source_of, suite_of, write_mutant  # noqa: E402
 
 from chatlearn_core.plugins.records import Kind  # noqa: E402
-from chatlearn_testing.fork_server import ForkServer  # noqa: E402
+from chatlearn_hosting.fork_server import ForkServer  # noqa: E402
 
 PRELOADED = (
     "chatlearn_testing.check",

@@ -29,7 +29,7 @@ from chatlearn_core.types import LogprobBasis, OutputRequest, TrainBatch, cumula
 from chatlearn_hf.checkpoint_names import checkpoint_layout, checkpoint_tensors
 from chatlearn_hf.heads import load_model
 from chatlearn_hf.tiny import build_tiny_model
-from chatlearn_testing.fork_server import ForkServer
+from chatlearn_hosting.fork_server import ForkServer
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trainer-parity.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"

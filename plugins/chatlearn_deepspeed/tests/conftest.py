@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from chatlearn_core.types import TrainBatch, cumulative_lengths
-from chatlearn_testing.fork_server import ForkServer
+from chatlearn_hosting.fork_server import ForkServer
 
 LENGTHS = [17, 40, 1, 7, 38, 22, 9]
 VOCABULARY = 300

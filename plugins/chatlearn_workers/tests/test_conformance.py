@@ -1,56 +1,70 @@
-"""The library proven by a second runtime: plain processes, no framework."""
+"""The library proven by a second runtime: that of the template."""
 
 from __future__ import annotations
 
 import importlib
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from chatlearn_core.exceptions import TrainerLostError
 from chatlearn_core.plugins.records import RuntimeSpec
-from chatlearn_testing.fork_server import ForkServer
+from chatlearn_hosting.fork_server import ForkServer
+from chatlearn_testing import scaffold
 from chatlearn_testing.suites import RuntimeConformance
 from chatlearn_testing.suites.runtime_fixtures import Stand
 from chatlearn_workers.weight_ends import RemoteSenders
 
-MODULE = "chatlearn_process_runtime"
+TEMPLATE = Path(scaffold.__file__).parent / "template" / "runtime" / "src"
 PRELOADED = (
-    "torch.distributed",
+    "acme_plugin.worker",
     "chatlearn_testing.fakes.box_sync",
     "chatlearn_testing.fakes.generator",
     "chatlearn_testing.fakes.plugin",
     "chatlearn_testing.fakes.reward",
     "chatlearn_testing.fakes.trainer",
     "chatlearn_workers.workers",
+    "torch.distributed",
 )
 """What workers import, so that no worker has to."""
 pytestmark = pytest.mark.slow
 
 
+class SharedServer:
+    """A fork server that outlives runtimes."""
+
+    def __init__(self, server: ForkServer) -> None:
+        self.start = server.start
+
+    def close(self) -> None:
+        """Leave it to the others."""
+
+
 @pytest.fixture(scope="module", autouse=True)
-def importable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The runtime's module, where its workers find it, too."""
-    site = tmp_path_factory.mktemp("site")
-    shutil.copy(Path(__file__).with_name("process_runtime.py"), site / f"{MODULE}.py")
-    sys.path.append(str(site))
-    with ForkServer(MODULE, *PRELOADED) as server:
-        importlib.import_module(MODULE).SERVER = server
-        yield
-    sys.path.remove(str(site))
-    sys.modules.pop(MODULE, None)
+def importable() -> Iterator[None]:
+    """The template's package, where its workers find it, too."""
+    sys.path.append(str(TEMPLATE))
+    with ForkServer(*PRELOADED) as server:
+        runtime = importlib.import_module("acme_plugin.runtime").AcmeRuntime
+        with mock.patch.object(runtime, "fork_server", return_value=SharedServer(server)):
+            yield
+    sys.path.remove(str(TEMPLATE))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "acme_plugin"]:
+        del sys.modules[name]
 
 
 class TestProcessRuntime(RuntimeConformance):
+    """The runtime of the template: plain processes, no framework."""
+
     backend = RuntimeSpec(
-        name="processes",
-        factory=f"{MODULE}:make_runtime",
-        options="chatlearn_workers.options:WorkersOptions",
+        name="acme",
+        factory="acme_plugin.runtime:AcmeRuntime",
+        options="acme_plugin.options:AcmeOptions",
         placement="host",
         refreshes=True,
     )

@@ -105,7 +105,7 @@ _NO_LEFTOVERS = (
 @contextmanager
 def written_files() -> Iterator[set[str]]:
     """Collect the paths of files that this process opens for writing inside the block, compiled modules aside, and of
-    the temporary directories that it makes.
+    the directories that it makes.
     """
     global _hooked
     if not _hooked:
@@ -120,14 +120,15 @@ def written_files() -> Iterator[set[str]]:
 
 
 def _collect(event: str, arguments: tuple[Any, ...]) -> None:
-    if event not in ("open", "tempfile.mkdtemp") or not _watching:
+    if event not in ("open", "os.mkdir") or not _watching:
         return
-    path, _, flags = arguments if event == "open" else (*arguments, "", os.O_WRONLY)
-    if event == "open" and flags & _WRITES and os.path.isdir(path):  # noqa: PTH112  # TemporaryFile names the folder
+    path, writes = arguments[0], event == "os.mkdir" or bool(arguments[2] & _WRITES)
+    if not isinstance(path, str) or not writes or any(part in f"{path}/" for part in _NO_LEFTOVERS):
         return
-    if isinstance(path, str) and flags & _WRITES and not any(part in path for part in _NO_LEFTOVERS):
-        for found in _watching:
-            found.add(str(Path(path).absolute()))
+    if os.path.isdir(path):  # noqa: PTH112  # it is there already, or TemporaryFile names its folder
+        return
+    for found in _watching:
+        found.add(str(Path(path).absolute()))
 
 
 def outlives_tests(command_line: str) -> bool:

@@ -31,6 +31,7 @@ class TemplateKind(StrEnum):
     generator = "generator"
     reward = "reward"
     weight_sync = "weight_sync"
+    runtime = "runtime"
     algorithm = "algorithm"
     dataset = "dataset"
     logger = "logger"

@@ -166,9 +166,9 @@ def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
     return [
         RuntimeSpec(
             name="processes",
-            summary="Every worker a child of the driver.",
-            factory="probe_package.process_runtime:make_runtime",
-            options="chatlearn_workers.options:WorkersOptions",
+            summary="Every worker a process of this machine.",
+            factory="acme_plugin.runtime:AcmeRuntime",
+            options="acme_plugin.options:AcmeOptions",
             placement="host",
         )
     ]

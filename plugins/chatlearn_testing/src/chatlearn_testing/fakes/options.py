@@ -47,3 +47,4 @@ class FakeRewardOptions(FakeOptions):
 
     target: int = Field(1, ge=0, description="Token whose fraction of the completion is the reward.")
     seconds_per_call: float = Field(0.0, ge=0, description="A slower reward.")
+    blocks: bool = Field(False, description="Whether nothing else runs on the event loop meanwhile.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Sequence
 
 from chatlearn_core.protocols import MemoryPart, RoleContext
@@ -35,7 +36,9 @@ class FakeReward:
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Return the fraction, or an error for an empty completion, whose fraction is undefined."""
-        if self.options.seconds_per_call:
+        if self.options.blocks:
+            time.sleep(self.options.seconds_per_call)
+        elif self.options.seconds_per_call:
             await asyncio.sleep(self.options.seconds_per_call)
         return [self._judge(sample) for sample in samples]
 

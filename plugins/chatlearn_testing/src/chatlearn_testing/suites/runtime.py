@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -306,6 +308,32 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
 
         self.run(stand, test)
 
+    def test_weights_are_lent_to_a_replica_that_comes_late(self, stand: Stand) -> None:
+        """A replica that is rebuilt between two syncs gets the trainer's weights while ``lend_weights`` keeps them on
+        their devices: another role may have taken the trainer's place meanwhile.
+        """
+        lent: list[str] = []
+
+        @contextlib.asynccontextmanager
+        async def lend(role: str) -> AsyncIterator[None]:
+            lent.append(role)
+            yield
+
+        async def test() -> None:
+            roles = stand.role("trainer", "trainer"), stand.role("generator", "generator", replicas=2)
+            runtime = stand.build(stand.plan(*roles), max_generator_restarts=1)
+            runtime.lend_weights = lend
+            await runtime.start()
+            await runtime.trainer("trainer").update(prepared(LENGTHS), LOSS)
+            await runtime.sync_weights("trainer", "generator", 1)
+            lent.clear()
+            await kill_replica(runtime, "generator", 0)
+            completion = await runtime.generator("generator").generate(request("late"), 0)
+            assert {span.version for span in completion.version_spans} == {1}
+            assert lent == ["trainer"], f"weights moved while these were lent: {lent}"
+
+        self.run(stand, test)
+
     def test_a_dead_replica_beyond_its_limit_is_refused(self, stand: Stand) -> None:
         """The error names the role, the replica, the number of restarts used and the setting that limits them."""
         if "max_generator_restarts" not in self.options_model().model_fields:
@@ -398,6 +426,22 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
 
         self.run(stand, test)
 
+    def test_a_worker_with_a_blocked_event_loop_says_where(self, stand: Stand) -> None:
+        """The error of a call that exceeds its timeout shows where the worker hangs, also if nothing runs on its event
+        loop: it is asked on a thread of its own.
+        """
+        self.require_processes("an event loop that a role blocks")
+
+        async def test() -> None:
+            blocked = stand.role("slow", "reward", timeout_s=SHORT_S, seconds_per_call=12.0, blocks=True)
+            runtime = await stand.start(stand.role("generator", "generator"), blocked)
+            samples = runtime.data.get(samples_of(await generated(runtime, NAMES[:1])), {"token_ids"})
+            [late] = await runtime.reward("slow").score(samples)
+            for part in ("roles.slow.timeout_s", "time.sleep"):
+                assert part in str(late.error), f"{part!r} is not in: {late.error}"
+
+        self.run(stand, test)
+
     def test_pause_keeps_and_abort_returns_what_was_sampled(self, stand: Stand) -> None:
         """Paused requests continue after ``resume``; aborted ones return the tokens sampled so far."""
 
@@ -454,6 +498,30 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
                 with pytest.raises(ChatLearnError, match="no-model"):
                     await stand.start(stand.role("generator", "generator"), broken)
                 await stand.close()
+
+        self.run(stand, test)
+
+    def test_roles_are_told_when_they_are_up(self, stand: Stand) -> None:
+        """``start`` awaits ``role_is_up`` once for every trainer and generator role, when it can be called. One that
+        shares a device with another starts after it, so that the first can be offloaded before.
+        """
+        told: list[str] = []
+
+        async def test() -> None:
+            runtime = stand.build(stand.plan(*(stand.role(name, kind) for name, kind in ROLES.items())))
+            groups = {"trainer": runtime.trainer, "generator": runtime.generator}
+
+            async def is_up(role: str) -> None:
+                told.append(role)
+                assert await groups[role](role).offload({"weights"}), f"{role!r} is told to be up, and moves nothing"
+                devices = runtime.devices()
+                for other in groups.keys() - set(told):
+                    if devices[role] & devices[other]:
+                        with pytest.raises((LookupError, ChatLearnError)):
+                            await groups[other](other).offload({"weights"})
+
+            await runtime.start(is_up)
+            assert sorted(told) == sorted(groups)
 
         self.run(stand, test)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from chatlearn_testing.fork_server import ForkServer
+from chatlearn_hosting.fork_server import ForkServer
 from chatlearn_testing.leftovers import wait_until_empty
 from chatlearn_testing.processes import descendants, is_alive
 

@@ -1,0 +1,1 @@
+"""The runtime ``acme`` for ChatLearn."""
