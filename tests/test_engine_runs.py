@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from chatlearn_cli.convert import convert
@@ -33,6 +32,12 @@ MISMATCH = 1e-4
 """Largest difference of a logprob, float32 (invariant 3 of the design); both read the same weights."""
 
 
+EVERY_VERSION = {"backend": "checkpoint", "export": "full_tensors", "options": {"keep_versions": STEPS + 1}}
+"""A weight sync that leaves the weights of all versions on disk: transformers reads no checkpoint of these trainers."""
+ON_RAY: dict[str, Any] = {"runtime": {"backend": "ray", "options": {"object_store_mb": 100}}}
+SLOWER_THAN_UPDATES = {"backend": "transformers", "options": {"num_threads": 1, "max_num_sequences": 4}}
+"""A generator. With completions that are ``LONG``, a weight sync interrupts some."""
+LONG = {"max_tokens": 150}
 OTHER_TRAINER = {"kind": "trainer", "backend": "fsdp", "device": "cpu", "options": {"num_threads": 1}}
 TRUNCATED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
 CHECK = """
@@ -104,6 +109,39 @@ def test_grpo_with_vllm_while_the_trainer_updates(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
+def test_grpo_with_megatron_ranks_while_the_trainer_updates(tmp_path: Path) -> None:
+    """Two tensor parallel ranks and the generator are workers of Ray."""
+    options = OTHER_TRAINER["options"] | {"learning_rate": 1e-2, "tensor_parallel": 2, "sequence_parallel": True}
+    versions = assert_trains_asynchronously(
+        tmp_path,
+        SLOWER_THAN_UPDATES,
+        LONG,
+        trainer={"backend": "megatron", "ranks": 2, "options": options},
+        weight_sync=EVERY_VERSION | {"fleet_rule": "rolling"},  # completions go on until the replica loads
+        **ON_RAY,
+    )
+    assert any(len(ends) > 1 for ends in versions.values()), "a weight sync within a completion"
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 1), (3, 1), pytest.param(3, 2, marks=pytest.mark.thorough)])
+def test_grpo_with_deepspeed_while_the_trainer_updates(stage: int, ranks: int, tmp_path: Path) -> None:
+    """One rank in this process, or workers of Ray with a part of the weights each."""
+    options = OTHER_TRAINER["options"] | {"learning_rate": 1e-2, "zero_stage": stage}
+    versions = assert_trains_asynchronously(
+        tmp_path,
+        SLOWER_THAN_UPDATES,
+        LONG | {"temperature": 0.8},
+        trainer={"backend": "deepspeed", "ranks": ranks, "options": options},
+        weight_sync=EVERY_VERSION,
+        **(ON_RAY if ranks > 1 else {}),
+    )
+    assert any(len(ends) > 1 for ends in versions.values()), "a weight sync within a completion"
+
+
+@pytest.mark.engine
+@pytest.mark.slow
 def test_grpo_with_an_environment_and_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two attempts, with truncated sampling, whose kept ids the engine returns: the trainer's forward over the whole
     conversation has the logprobs that the engine gave in each turn.
@@ -163,7 +201,7 @@ def test_grpo_with_zero_3_ranks_and_sglang(tmp_path: Path) -> None:
         sglang(),
         TRUNCATED,
         trainer={"backend": "deepspeed", "ranks": 2, "options": options},
-        runtime={"backend": "ray", "options": {"object_store_mb": 100}},
+        **ON_RAY,
     )
 
 
@@ -180,7 +218,7 @@ def test_grpo_with_megatron_ranks_and_vllm(tmp_path: Path) -> None:
         trainer={"backend": "megatron", "ranks": 2, "options": options},
         roles={"reference": OTHER_TRAINER},
         algorithm={"name": "grpo", "options": {"group_size": 4, "kl_coef": 0.1, "kl_placement": "reward"}},
-        runtime={"backend": "ray", "options": {"object_store_mb": 100}},
+        **ON_RAY,
         weight_sync={"backend": "broadcast", "export": "boxes"},
     )
     assert_starts_at_the_reference(steps)
@@ -269,9 +307,14 @@ def assert_trains(
     return steps
 
 
-def assert_trains_asynchronously(tmp_path: Path, generator: dict[str, Any], sampling: dict[str, Any]) -> None:
+def assert_trains_asynchronously(
+    tmp_path: Path, generator: dict[str, Any], sampling: dict[str, Any], **settings: Any
+) -> dict[str, list[tuple[int, int]]]:
     """Rollouts are made a step ahead; nothing is lost, and every token has the version and the logprob of the weights
-    that sampled it. Expected are plain transformers forwards with the weights of every version, from checkpoints.
+    that sampled it. Expected are plain transformers forwards with the weights of every version, from the disk.
+
+    Returns:
+        Request -> the versions of its tokens, each with the token where it ends.
     """
     steps = train(
         tmp_path,
@@ -280,6 +323,7 @@ def assert_trains_asynchronously(tmp_path: Path, generator: dict[str, Any], samp
         algorithm={"name": "grpo", "options": {"group_size": 4, "importance_correction": "truncate"}},
         rollout={"mode": "async", "max_staleness": 1},
         checkpoint={"every": 1, "keep_last": STEPS, "export": False},
+        **settings,
     )
     record = [json.loads(line) for line in (tmp_path / "run" / "admissions.jsonl").read_text().splitlines()]
     versions = {line["request"]: line["ends"] for line in record if "request" in line}
@@ -307,18 +351,24 @@ def assert_trains_asynchronously(tmp_path: Path, generator: dict[str, Any], samp
     assert len(set(trained)) == len(trained) == 4 * 4 * STEPS, "each sample is trained on once"
     stale = steps[-1]["mismatch/stale_logprob_diff_max"]
     assert stale > 100 * MISMATCH, "the weights of two versions differ, so a wrong version would show"
+    return versions
 
 
 def policy_of_version(tmp_path: Path, version: int) -> PreTrainedModel:
-    """The policy after so many steps, from its checkpoint."""
+    """The policy after so many steps: from FSDP's checkpoint, or what the weight sync of ``EVERY_VERSION`` kept."""
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     if version:
-        role = tmp_path / "run" / "checkpoints" / f"step_{version:08d}" / "roles" / "trainer"
-        found = model.load_state_dict(load_file(role / "weights.safetensors"), strict=False)
+        found = model.load_state_dict(read_checkpoint(weights_of_version(tmp_path / "run", version)), strict=False)
         assert not found.unexpected_keys
         assert set(found.missing_keys) <= {"lm_head.weight"}, "tied to the embedding"
         model.tie_weights()
     return model
+
+
+def weights_of_version(run: Path, version: int) -> Path:
+    """The directory of their safetensors files."""
+    kept = {json.loads(file.read_text())["policy_version"]: file.parent for file in run.rglob("chatlearn_weights.json")}
+    return kept.get(version, run / "checkpoints" / f"step_{version:08d}" / "roles" / "trainer")
 
 
 def logprobs(model: PreTrainedModel, row: dict[str, Any], temperature: float) -> list[float]:

@@ -7,6 +7,7 @@ stopped. Every process writes down its id there.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -20,6 +21,7 @@ from chatlearn_core.plugins import hookimpl
 from chatlearn_core.plugins.records import EnvironmentSpec, GeneratorSpec, RewardSpec, TrainerSpec
 from chatlearn_core.types import RewardResult
 from chatlearn_testing.fakes.generator import FakeGenerator, FakeWeightLoader
+from chatlearn_testing.fakes.options import FakeOptions
 from chatlearn_testing.fakes.records import FAKE_BOX_SYNC, FAKE_GENERATOR, FAKE_REWARD, FAKE_TRAINER
 from chatlearn_testing.fakes.reward import FakeReward
 from chatlearn_testing.fakes.trainer import FakeTrainer
@@ -46,7 +48,7 @@ def chatlearn_rewards():
 @hookimpl
 def chatlearn_environments():
     factory = f"{__name__}:TrappedEnvironment"
-    return [EnvironmentSpec(name="trapped", factory=factory, options=f"{OPTIONS}:FakeRewardOptions")]
+    return [EnvironmentSpec(name="trapped", factory=factory, options=f"{__name__}:ConversationOptions")]
 
 
 @hookimpl
@@ -260,22 +262,40 @@ class TrappedReward(FakeReward):
         super().close()
 
 
+class ConversationOptions(FakeOptions):
+    """Of a conversation with a tool."""
+
+    num_turns: int = 2
+    seconds_per_rollout: float = 0.0
+    """The tool takes as many times this as the worker has begun rollouts: it is slow for those that train later."""
+    broken: str | None = None
+    """Id of a rollout whose tool fails."""
+
+
 class TrappedEnvironment:
-    """Two turns with a token between them. Is inside when the first has been sampled."""
+    """Turns with a token between them. Is inside when the first has been sampled."""
 
     def __init__(self, options, context) -> None:
+        self.options = options
         self.context = context
+        self._num_rollouts = 0
 
     def setup(self) -> None:
         enrol("environment", self.context.replica)
         reach("setup", "environment")
 
     async def rollout(self, prompt, context):
+        self._num_rollouts += 1
+        seconds = self._num_rollouts * self.options.seconds_per_rollout
         sequence = context.sequence()
         sequence.sampled(await context.generate(sequence.token_ids))
         reach("rollout", "environment")
-        sequence.observed(prompt.token_ids[:1])
-        sequence.sampled(await context.generate(sequence.token_ids))
+        for _ in range(1, self.options.num_turns):
+            await asyncio.sleep(seconds)
+            if context.id == self.options.broken:
+                raise ValueError("the tool fails")
+            sequence.observed(prompt.token_ids[:1])
+            sequence.sampled(await context.generate(sequence.token_ids))
         return context.finished([sequence])
 
     def close(self) -> None:

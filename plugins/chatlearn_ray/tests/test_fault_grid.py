@@ -287,14 +287,14 @@ def differences(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]
     ]
 
 
-async def killed_driver(cell: Cell, phase: str, cluster: Any) -> None:
+async def killed_driver(cell: Cell, phase: str, cluster: Any, *overrides: str) -> None:
     """The driver dies: every process of the run ends, and the same command goes on."""
     address = f"runtime.options.address={cluster.address}"
-    driver = cell.program("driver", phase, address)
+    driver = cell.program("driver", phase, address, *overrides)
     output, _ = await asyncio.to_thread(driver.communicate)
     assert driver.returncode == -9, output
     await gone(cell)
-    again = cell.program("none", phase if phase == "restoring" else "", address)
+    again = cell.program("none", phase if phase == "restoring" else "", address, *overrides)
     output, _ = await asyncio.to_thread(again.communicate)
     if phase == "closing":
         assert "is complete: it made 3 of 3 steps" in output, output
