@@ -40,7 +40,7 @@ _TESTS: Mapping[str, str] = {
         test_the_same_samples_get_the_same test_tokens_get_their_weights test_the_order_of_sequences_does_not_matter
         test_long_sequences_are_weighed test_weights_depend_on_the_mini_batch_alone
         test_names_and_numbers_of_groups_do_not_matter test_one_rank_gives_the_bits_of_the_local_runtime
-        test_ranks_split_a_batch_and_merge_metrics_by_name
+        test_ranks_split_a_batch_and_merge_metrics_by_name test_without_staleness_it_is_sync test_metrics_are_finite
     """,
     SEEDS: """
         test_draws_of_a_mixed_batch_follow_each_requests_distribution test_successive_tokens_are_drawn_independently
@@ -75,6 +75,7 @@ _TESTS: Mapping[str, str] = {
         test_new_weights_change_the_output test_requests_held_over_a_failed_sync_fail test_a_sync_has_a_beginning
         test_a_loading_replica_serves_nothing test_reloading_the_same_weights_changes_nothing
         test_an_unfinished_request_lives_through_a_sync_as_declared test_weights_reach_every_replica
+        test_every_token_has_the_version_and_logprob_of_its_weights
         test_a_trainer_follows_another test_weights_are_lent_to_a_replica_that_comes_late
     """,
     MEMORY: """
@@ -95,7 +96,7 @@ _TESTS: Mapping[str, str] = {
         test_the_process_and_the_data_stay_as_they_were test_samplers_share_nothing
         test_closing_a_trainer_leaves_nothing test_the_process_and_the_prompt_stay_as_they_were
         test_it_reads_the_given_variables_alone test_objects_share_nothing test_reading_is_lazy_and_closes_the_file
-        test_files_are_left_as_they_are test_close_twice_leaves_nothing
+        test_files_are_left_as_they_are test_close_twice_leaves_nothing test_nothing_outlives_a_run
         test_a_role_that_does_not_start_closes_the_others
     """,
     PROMISES: """
@@ -105,7 +106,8 @@ _TESTS: Mapping[str, str] = {
         test_declared_payloads_are_taken test_declared_payloads_are_carried test_declared_ranks_work
         test_what_is_declared_is_there test_unknown_engine_arguments_are_refused test_flow_names_its_roles
         test_declared_columns_are_those_of_its_rows test_is_a_format test_is_a_sampler test_is_a_reward
-        test_is_a_logger test_is_a_generator test_is_a_trainer test_is_a_runtime test_roles_are_told_when_they_are_up
+        test_is_a_logger test_is_a_generator test_is_a_trainer test_is_a_runtime test_the_plan_says_what_runs_together
+        test_roles_are_told_when_they_are_up
         test_more_ranks_than_it_hosts_are_refused_before_start test_other_columns_reach_the_rewards
         test_expects_the_names_of_the_model_directory test_record_is_the_one_that_is_registered
         test_a_replica_that_missed_a_sync_takes_it_later test_is_an_environment test_only_declared_handles_are_asked
@@ -129,7 +131,7 @@ _TESTS: Mapping[str, str] = {
         test_what_is_told_of_saved_files_is_true test_a_model_is_loaded_in_place
         test_models_are_averaged_as_they_are_loaded test_boxes_cover_every_tensor_once
         test_weights_of_another_trainer_are_taken test_manifest_has_the_names_of_the_model_directory
-        test_a_restored_one_continues
+        test_a_restored_one_continues test_a_stopped_run_goes_on
     """,
     ERRORS: """
         test_errors_name_the_request test_errors_name_the_sample test_weights_that_were_not_announced_are_refused
@@ -154,6 +156,7 @@ _TESTS: Mapping[str, str] = {
         test_a_tokenizer_of_another_model_is_refused test_an_empty_prompt_is_an_error_with_a_reason
         test_bad_options_are_refused test_missing_metrics_are_taken_or_refused test_odd_metrics_do_no_harm
         test_it_still_reacts_after_an_odd_step test_odd_samples_do_no_harm test_no_samples_no_verdicts
+        test_an_error_ends_the_run
     """,
     CONCURRENT: """
         test_calls_may_overlap test_a_cancelled_call_leaves_it_usable test_equal_ids_get_their_own_completions
@@ -166,6 +169,7 @@ _TESTS: Mapping[str, str] = {
         test_a_second_source_is_independent
     """,
     FORM: """
+        test_steps_train_on_the_samples_of_sync test_an_algorithm_that_asks_again_gets_other_samples
         test_one_result_a_sample_in_order test_a_sample_is_judged_by_itself test_a_verdict_is_of_the_whole_sample
         test_the_same_sample_gets_the_same_verdict test_outputs_are_those_asked_for test_metrics_are_parts
         test_rows_become_their_examples test_examples_are_well_formed test_components_are_those_of_the_cases

@@ -61,6 +61,8 @@ RECORDS = "plugin.py"
 """Module of the record: a mutant that declares more makes tests apply which the original skips."""
 PATIENCE_S = 20.0
 """Time after which an operation of a mutant counts as hanging, seconds."""
+SLOW_PATIENCES = 3
+"""A suite that sets a patience of its own, because it starts processes, gets up to this many times as much."""
 LIMIT_S = 300.0
 """Time for one mutant, seconds. A mutant that exceeds it is caught: ``plugins check`` reports it as a failure."""
 ORIGINAL_LIMITS = 4
@@ -132,6 +134,7 @@ def run_one(order: str) -> None:
 
     try:
         key, suite = suite_of(kind, package, folder / "model", ENGINE_SETTINGS if package != TEMPLATE else None)
+        suite.patience_s = min(suite.patience_s, SLOW_PATIENCES * named["patience_s"])
         first = [mutant.caught_by] if mutant is not None and hasattr(suite, mutant.caught_by) else []
         for select in ([first] if first else []) + [[]]:
             results = run_suites({key: suite}, select=select, on_verdict=on_verdict)

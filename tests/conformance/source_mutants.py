@@ -32,6 +32,7 @@ HOOKS: Mapping[str, str] = {
     "output": "chatlearn_outputs",
     "reader": "chatlearn_datasets",
     "reward": "chatlearn_rewards",
+    "rollout_mode": "chatlearn_rollout_modes",
     "runtime": "chatlearn_runtimes",
     "sample_filter": "chatlearn_sample_filters",
     "sampler": "chatlearn_samplers",

@@ -53,7 +53,7 @@ def check(
 ) -> None:
     """Run the conformance suites on every plugin of a distribution.
 
-    Exit code 1 if a test fails, 3 if a plugin has no suite or its suite could not be run.
+    Exit code 1 if a test fails, 3 if a plugin's suite could not be run.
     """
     for file in output or ():
         check_result_file(file)

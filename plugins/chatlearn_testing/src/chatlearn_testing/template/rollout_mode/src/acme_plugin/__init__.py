@@ -1,0 +1,1 @@
+"""The rollout mode ``acme`` for ChatLearn."""
