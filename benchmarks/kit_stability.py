@@ -1,6 +1,6 @@
 """How often the conformance suites fail on plugins that conform, on a machine that is busy.
 
-    python benchmarks/kit_stability.py [--passes 50] [--at-once N] [--hogs N] [--limit-s 600] [--output FILE]
+    python benchmarks/kit_stability.py [--passes 50] [--kinds KIND ...] [--at-once N] [--hogs N] [--output FILE]
 
 Runs the suites of all templates, again and again, each in a process of its own and several at a time, beside processes
 that keep every core busy. Every failure is a flake. Prints one JSON line last.
@@ -59,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--passes", type=int, default=50)
+    parser.add_argument("--kinds", nargs="+", choices=list(HOOKS), default=list(HOOKS), help="templates")
     parser.add_argument("--at-once", type=int, default=2 * cores, help="suites that run at a time")
     parser.add_argument("--hogs", type=int, default=cores, help="busy processes beside the suites")
     parser.add_argument("--limit-s", type=float, default=600.0, help="time limit for one suite")
@@ -75,7 +76,7 @@ def main() -> None:
     ):
         runner = Runner(server, Path(workspace), chosen.limit_s, PATIENCE_S)
         for done in range(1, chosen.passes + 1):
-            for outcome in pool.map(lambda kind: runner.run(kind, TEMPLATE, None), HOOKS):
+            for outcome in pool.map(lambda kind: runner.run(kind, TEMPLATE, None), chosen.kinds):
                 runs[outcome.kind] += 1
                 if outcome.verdict != "passed":
                     failures.append(outcome)

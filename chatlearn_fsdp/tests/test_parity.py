@@ -88,7 +88,7 @@ def layouts_and_variants():
 
 @pytest.fixture(scope="module")
 def answers(request, run_jobs, seven_sequences, tmp_path_factory):
-    root = tmp_path_factory.mktemp("parity")
+    root = tmp_path_factory.mktemp("fsdp-parity")
     dense = str(build_tiny_model(root / "dense", "qwen3", tie=False))
     tied = str(build_tiny_model(root / "tied", "qwen3"))
     mixture = str(build_tiny_model(root / "mixture", "qwen3_moe"))
@@ -272,7 +272,7 @@ def test_adapters_too_and_they_leave_merged(answers, seven_sequences, layout, tm
     # Adam's first step divides gradients by themselves, which magnifies rounding.
     assert_same_update(ranks, reference, relative=1e-3)
     assert_boxes_cover(ranks)
-    exported = tmp_path_factory.getbasetemp() / "parity0" / f"lora-{layout}"
+    exported = tmp_path_factory.getbasetemp() / "fsdp-parity0" / f"lora-{layout}"
     slices = LAYOUTS[layout][0]
     with torch.no_grad():
         model = PackedModel(load_causal_lm(str(exported)))

@@ -69,6 +69,8 @@ _TESTS: Mapping[str, str] = {
         test_pause_keeps_and_abort_returns_what_was_sampled test_a_call_that_hangs_ends_by_its_timeout
         test_a_request_that_takes_too_long_ends_by_its_timeout
         test_a_worker_with_a_blocked_event_loop_says_where
+        test_a_dead_replica_is_reported_and_its_requests_start_again test_a_dead_replica_beyond_its_limit_is_refused
+        test_a_lost_rank_is_rebuilt_and_goes_on_from_what_was_saved
     """,
     VERSIONS: """
         test_a_resumed_completion_keeps_its_versions test_a_sync_while_sampling_is_stated_token_by_token

@@ -61,8 +61,6 @@ RECORDS = "plugin.py"
 """Module of the record: a mutant that declares more makes tests apply which the original skips."""
 PATIENCE_S = 20.0
 """Time after which an operation of a mutant counts as hanging, seconds."""
-SLOW_PATIENCES = 3
-"""A suite that sets a patience of its own, because it starts processes, gets up to this many times as much."""
 LIMIT_S = 300.0
 """Time for one mutant, seconds. A mutant that exceeds it is caught: ``plugins check`` reports it as a failure."""
 ORIGINAL_LIMITS = 4
@@ -122,10 +120,11 @@ def run_one(order: str) -> None:
     import torch
 
     from chatlearn_testing.check import TestVerdict, run_suites
-    from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+    from chatlearn_testing.suites import ConformanceSuite, RuntimeConformance
 
     torch.set_num_threads(1)
     ConformanceSuite.patience_s = named["patience_s"]
+    RuntimeConformance.patience_s = 3 * named["patience_s"]  # it starts processes
 
     def on_verdict(verdict: TestVerdict) -> None:
         if verdict.verdict == "failed":
@@ -134,7 +133,6 @@ def run_one(order: str) -> None:
 
     try:
         key, suite = suite_of(kind, package, folder / "model", ENGINE_SETTINGS if package != TEMPLATE else None)
-        suite.patience_s = min(suite.patience_s, SLOW_PATIENCES * named["patience_s"])
         first = [mutant.caught_by] if mutant is not None and hasattr(suite, mutant.caught_by) else []
         for select in ([first] if first else []) + [[]]:
             results = run_suites({key: suite}, select=select, on_verdict=on_verdict)

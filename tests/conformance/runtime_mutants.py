@@ -8,7 +8,6 @@ IS_RUNTIME = "test_is_a_runtime"
 STRICT = "test_options_are_described_and_strict"
 BITS = "test_one_rank_gives_the_bits_of_the_local_runtime"
 FOLLOWS = "test_a_trainer_follows_another"
-VALUES = "test_values_are_got_by_sample_and_field"
 SPLIT = "test_ranks_split_a_batch_and_merge_metrics_by_name"
 FEW_RANKS = "test_more_ranks_than_it_hosts_are_refused_before_start"
 REPLICAS = "test_weights_reach_every_replica"
@@ -57,8 +56,8 @@ MUTANTS = (
         '    return {n: {**d, "role": self.plan.roles[n]} for n, d in super().describe().items()}',
     ),
     # Values by reference
-    _edit("values_come_in_reverse", VALUES, "store", GOT, GOT.replace("references]", "references[::-1]]")),
-    _edit("values_are_those_of_the_first", VALUES, "store", GOT, GOT.replace("reference)", "references[0])")),
+    _edit("values_come_in_reverse", SPLIT, "store", GOT, GOT.replace("references]", "references[::-1]]")),
+    _edit("values_are_those_of_the_first", SPLIT, "store", GOT, GOT.replace("reference)", "references[0])")),
     _edit("results_are_not_stored", BITS, "handle", "method, arguments, stored), stored", "method, arguments), stored"),
     _edit("references_stay_references", BITS, "worker", "isinstance(one, FileReference)", "isinstance(one, bytes)"),
     # Calls
@@ -76,7 +75,7 @@ MUTANTS = (
     _edit("calls_are_asked_for_stacks", BLOCKED, "handle", "self._ask(self._control", "self._ask(self._calls"),
     # Processes that end
     _edit("calls_wait_for_the_dead", DEAD, "handle", END, "pass"),
-    _edit("the_dead_give_errors", DEAD, "handle", END, "connection.fail(CallError(self._end))"),
+    _edit("the_dead_give_errors", LOST, "handle", END, "connection.fail(CallError(self._end))"),
     _edit("the_dead_are_called", DEAD, "handle", "if self._end is None:", "if True:"),
     _edit("nothing_is_killed", HANGS, "handle", "self._process.kill()", "pass"),
     _override("restarts_are_not_told", DEAD, "def _tell(self, event):", "    pass"),

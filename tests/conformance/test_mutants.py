@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import engine_mutants
 import pytest
 import template_mutants
 from conformance_mutants import MUTANTS, Mutant
+from mutant_groups import GROUPS
 
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_hf.tiny import build_tiny_model
@@ -96,3 +98,5 @@ def test_the_original_passes(
 def test_every_suite_has_mutants() -> None:
     kinds = {mutant.kind for mutant in (*MUTANTS, *template_mutants.MUTANTS)}
     assert kinds == {*SUITES, "reader"}, "readers are datasets with a suite of their own"
+    named = {mutant.caught_by for mutant in (*template_mutants.MUTANTS, *engine_mutants.MUTANTS)}
+    assert named <= GROUPS.keys(), "the table of `make test-mutants` has a class for each"

@@ -20,7 +20,7 @@ import torch
 from source_mutants import TEMPLATE, SourceMutant, source_of, suite_of, write_mutant
 
 from chatlearn_testing.check import Results, run_suites
-from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites import ConformanceSuite, RuntimeConformance
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +52,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(ConformanceSuite, "patience_s", 10.0)  # mutants hang
+    monkeypatch.setattr(RuntimeConformance, "patience_s", 30.0)  # it starts processes
     yield tmp_path / TEMPLATE
     for name in [name for name in sys.modules if name.partition(".")[0] == TEMPLATE]:
         del sys.modules[name]
@@ -65,8 +66,10 @@ def check(kind: str, package: Path, select: tuple[str, ...] = ()) -> Results:
         return run_suites({key: suite}, select=select)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_original_passes(kind: str, package: Path) -> None:
+    """In `make test`, the packages that `plugins new` writes run the same suites."""
     shutil.copytree(source_of(kind, TEMPLATE), package)
     results = check(kind, package)
     assert results.conforms, "\n".join(f"{verdict.test}: {verdict.reason}" for verdict in results.of("failed"))
@@ -76,13 +79,13 @@ def test_the_original_passes(kind: str, package: Path) -> None:
 
 
 def sample() -> Iterator[Any]:
-    """The first mutant for each contract test of a kind, three of four of them ``thorough``; ``make test-mutants`` runs
-    all mutants.
+    """The first mutant for each contract test of a kind, three of four of them ``thorough``, and all of runtimes, which
+    start processes; ``make test-mutants`` runs all mutants.
     """
     seen: set[tuple[str, str]] = set()
     for mutant in MUTANTS:
         if (mutant.kind, mutant.caught_by) not in seen and not mutant.equivalent:
-            marks = [pytest.mark.thorough] if len(seen) % 4 else []
+            marks = [pytest.mark.thorough] if len(seen) % 4 or mutant.kind == "runtime" else []
             seen.add((mutant.kind, mutant.caught_by))
             yield pytest.param(mutant, id=mutant.id, marks=marks)
 

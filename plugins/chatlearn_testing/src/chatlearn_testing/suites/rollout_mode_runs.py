@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -83,7 +82,7 @@ class ModeRuns:
     def assemble(self, name: str, rollout: Mapping[str, Any], *overrides: str) -> Assembly:
         """The parts of a run; ``overrides`` as on the command line."""
         content = {**self.content, "output_dir": str(self.folder / name), "rollout": dict(rollout)}
-        return assemble(load_config(yaml.safe_dump(content), overrides, self.registry), self.registry)
+        return assemble(load_config(json.dumps(content, indent=1), overrides, self.registry), self.registry)
 
     def make(self, name: str, rollout: Mapping[str, Any], *overrides: str) -> Run:
         """A run that is not started yet."""
