@@ -125,7 +125,10 @@ def test_grpo_with_megatron_ranks_while_the_trainer_updates(tmp_path: Path) -> N
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "ranks"), [(1, 1), (3, 1), pytest.param(3, 2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("stage", "ranks"),
+    [pytest.param(1, 1, marks=pytest.mark.thorough), (3, 1), pytest.param(3, 2, marks=pytest.mark.thorough)],
+)
 def test_grpo_with_deepspeed_while_the_trainer_updates(stage: int, ranks: int, tmp_path: Path) -> None:
     """One rank in this process, or workers of Ray with a part of the weights each."""
     options = OTHER_TRAINER["options"] | {"learning_rate": 1e-2, "zero_stage": stage}

@@ -79,13 +79,13 @@ def test_the_original_passes(kind: str, package: Path) -> None:
 
 
 def sample() -> Iterator[Any]:
-    """The first mutant for each contract test of a kind, three of four of them ``thorough``, and all of runtimes, which
-    start processes; ``make test-mutants`` runs all mutants.
+    """The first mutant for each contract test of a kind, seven of eight of them ``thorough``, and all of runtimes,
+    which start processes; ``make test-mutants`` runs all mutants.
     """
     seen: set[tuple[str, str]] = set()
     for mutant in MUTANTS:
         if (mutant.kind, mutant.caught_by) not in seen and not mutant.equivalent:
-            marks = [pytest.mark.thorough] if len(seen) % 4 or mutant.kind == "runtime" else []
+            marks = [pytest.mark.thorough] if len(seen) % 8 or mutant.kind == "runtime" else []
             seen.add((mutant.kind, mutant.caught_by))
             yield pytest.param(mutant, id=mutant.id, marks=marks)
 
