@@ -38,6 +38,7 @@ from chatlearn_testing.suites import (
     OutputConformance,
     ReaderConformance,
     RewardConformance,
+    RolloutModeConformance,
     RuntimeConformance,
     SampleFilterConformance,
     SamplerConformance,
@@ -75,6 +76,7 @@ SUITES: Mapping[str, type[ConformanceSuite]] = {
         FlowMethodConformance,
         OutputConformance,
         CliCommandConformance,
+        RolloutModeConformance,
     )
 }
 TEST_FILE = """\

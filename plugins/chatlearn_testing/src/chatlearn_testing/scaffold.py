@@ -48,6 +48,7 @@ class TemplateKind(StrEnum):
     output = "output"
     reader = "reader"
     cli_command = "cli_command"
+    rollout_mode = "rollout_mode"
 
 
 TEMPLATE_KINDS = tuple(kind.value for kind in TemplateKind)

@@ -60,6 +60,7 @@ SUITE_NAMES: Mapping[Kind, str] = {
     "flow_method": "FlowMethodConformance",
     "output": "OutputConformance",
     "cli_command": "CliCommandConformance",
+    "rollout_mode": "RolloutModeConformance",
 }
 """Classes of ``chatlearn_testing.suites``, whose import takes seconds."""
 READER_SUITE = "ReaderConformance"

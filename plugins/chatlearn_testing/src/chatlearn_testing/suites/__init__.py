@@ -16,6 +16,7 @@ from chatlearn_testing.suites.model_family_models import ModelCase
 from chatlearn_testing.suites.output import OutputConformance
 from chatlearn_testing.suites.reader import ReaderCase, ReaderConformance
 from chatlearn_testing.suites.reward import RewardCase, RewardConformance
+from chatlearn_testing.suites.rollout_mode import RolloutModeConformance
 from chatlearn_testing.suites.runtime import RuntimeConformance
 from chatlearn_testing.suites.sample_filter import FilterCase, SampleFilterConformance
 from chatlearn_testing.suites.sampler import SamplerConformance
@@ -49,6 +50,7 @@ __all__ = [
     "ReaderConformance",
     "RewardCase",
     "RewardConformance",
+    "RolloutModeConformance",
     "RowCase",
     "RuntimeConformance",
     "SampleFilterConformance",
