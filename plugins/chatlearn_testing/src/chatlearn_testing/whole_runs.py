@@ -23,12 +23,11 @@ from chatlearn_testing.fakes.records import (
     FAKE_REWARD,
     FAKE_SCHEDULE,
     FAKE_TRAINER,
-    FAKE_WEIGHT_SYNC,
 )
 
 TIMED = ("timing_s/", "perf/throughput", "perf/replica_idle", "sync/slowest")
 """Beginnings of the names of metrics that depend on time in every run."""
-FAKES = (FAKE_TRAINER, FAKE_GENERATOR, FAKE_REWARD, FAKE_ALGORITHM, FAKE_SCHEDULE, FAKE_WEIGHT_SYNC, BIGRAM_FAMILY)
+FAKES = (FAKE_TRAINER, FAKE_GENERATOR, FAKE_REWARD, FAKE_ALGORITHM, FAKE_SCHEDULE, BIGRAM_FAMILY)
 LETTERS = "abcdefghijklmnopqrst"
 
 

@@ -24,6 +24,7 @@ from chatlearn_core.plugins.observers import Observer, Observers
 from chatlearn_core.types import Sample
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.fakes.bigram import TRANSITION, UNIGRAM, bigram_logits, build_bigram_model, read_bigram_tensors
+from chatlearn_testing.fakes.records import FAKE_WEIGHT_SYNC
 from chatlearn_testing.fakes.trainer import CHECKPOINT_FILE
 from chatlearn_testing.leftovers import written_files
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite, installed_plugins
@@ -349,6 +350,6 @@ class RolloutModeFixtures:
                 "reward": {"kind": "reward", "backend": "fake"},
             },
         }
-        registry = registry_with(installed_plugins(), suite.record(), *FAULTS)
+        registry = registry_with(installed_plugins(), suite.record(), FAKE_WEIGHT_SYNC, *FAULTS)
         model = build_bigram_model(folder / "model")
         return ModeStand(suite, WholeRuns(folder, model, registry, content), tuple(suite.overrides))
