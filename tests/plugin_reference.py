@@ -91,7 +91,8 @@ def hooks() -> list[Called]:
 
 def protocols(module: str) -> Iterator[tuple[str, list[Called]]]:
     """Each protocol of a module, or class that plugins extend, with its own methods."""
-    file = next(file for folder in ("protocols", "data", "executor") if (file := CORE / folder / f"{module}.py").is_file())
+    folders = ("protocols", "data", "executor")
+    file = next(file for folder in folders if (file := CORE / folder / f"{module}.py").is_file())
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if not isinstance(node, ast.ClassDef):
             continue

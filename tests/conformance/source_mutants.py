@@ -32,6 +32,7 @@ HOOKS: Mapping[str, str] = {
     "output": "chatlearn_outputs",
     "reader": "chatlearn_datasets",
     "reward": "chatlearn_rewards",
+    "rollout_mode": "chatlearn_rollout_modes",
     "sample_filter": "chatlearn_sample_filters",
     "sampler": "chatlearn_samplers",
     "tool": "chatlearn_tools",
@@ -44,6 +45,7 @@ HOOKS: Mapping[str, str] = {
 IMPORTS = """from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import multiprocessing.shared_memory

@@ -17,6 +17,7 @@ import model_family_mutants
 import output_mutants
 import reader_mutants
 import reward_mutants
+import rollout_mode_mutants
 import sampler_mutants
 import tool_mutants
 import trainer_mutants
@@ -42,6 +43,7 @@ MUTANTS: tuple[SourceMutant, ...] = (
     *output_mutants.MUTANTS,
     *reader_mutants.MUTANTS,
     *reward_mutants.MUTANTS,
+    *rollout_mode_mutants.MUTANTS,
     *sampler_mutants.MUTANTS,
     *tool_mutants.MUTANTS,
     *trainer_mutants.MUTANTS,

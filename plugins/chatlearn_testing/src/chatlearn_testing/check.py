@@ -120,20 +120,10 @@ class Results:
 
 
 def suites_for(record: PluginRecord) -> type[ConformanceSuite]:
-    """Return the suite for a record's kind; readers of files have one of their own.
-
-    Raises:
-        PluginError: no suite exists for this kind.
-    """
+    """Return the suite for a record's kind; readers of files have one of their own."""
     if isinstance(record, DatasetSpec) and record.reads:
         return ReaderConformance
-    try:
-        return SUITES[record.kind]
-    except KeyError:
-        raise PluginError(
-            f"{record.kind} {record.name!r}: no conformance suite exists for this kind; suites exist for "
-            f"{', '.join(sorted(SUITES))}"
-        ) from None
+    return SUITES[record.kind]
 
 
 def suite_class(
@@ -152,7 +142,7 @@ def suite_class(
         settings: further attributes in the suite's ``settable`` (such as ``options``, ``cases``).
 
     Raises:
-        PluginError: no suite exists for this kind, a required argument is missing, or a setting is not settable.
+        PluginError: a required argument is missing, or a setting is not settable.
     """
     suite = suites_for(record)
     body: dict[str, Any] = {"backend": record, "__module__": __name__} | dict(settings or {})
@@ -188,7 +178,7 @@ def run_conformance(
     """Run the suites on records with pytest, in this process.
 
     Args:
-        records: backends of the kinds in ``SUITES``.
+        records: backends.
         model_directory: for trainers and generators: a small float32 model.
         load_reference: loads that model with code that is not under test.
         settings: ``kind/name`` -> attributes that a subclass would set.

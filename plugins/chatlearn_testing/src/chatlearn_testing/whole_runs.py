@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class WholeRuns:
             "train": {"steps": 6, "prompts_per_step": 3, "mini_batches": 2},
             "checkpoint": {"every": 1, "keep_last": 99},
             "runtime": {"options": {"num_threads": 1}},
-            **self.content,
+            **deepcopy(self.content),  # tests change it
         }
 
     def assemble(self, name: str, rollout: Mapping[str, Any], *overrides: str) -> Assembly:

@@ -41,17 +41,13 @@ def check(*arguments: str) -> tuple[int, str]:
 
 UNTESTED = """
 from chatlearn_core.plugins import hookimpl
-from chatlearn_core.plugins.records import DatasetSpec, RolloutModeSpec
+from chatlearn_core.plugins.records import DatasetSpec
 
 CODE = {"factory": "untested_code:make", "options": "untested_code:Options"}
 
 @hookimpl
 def chatlearn_datasets():
     return [DatasetSpec(name="rows", **CODE), DatasetSpec(name="lines", reads=frozenset({".zed"}), **CODE)]
-
-@hookimpl
-def chatlearn_rollout_modes():
-    return [RolloutModeSpec(name="waves", plan="untested_code:make", **CODE)]
 """
 UNTESTED_CODE = """
 from pydantic import BaseModel, ConfigDict
@@ -226,12 +222,11 @@ def test_the_limit_of_everything_is_told(written, fake_environment, monkeypatch:
     assert "the limit of 5 s for everything (--timeout) was over before all tests were run" in output
 
 
-def test_records_without_a_suite_or_cases_are_checked_and_are_no_pass(fake_environment) -> None:
+def test_records_without_cases_are_checked_and_are_no_pass(fake_environment) -> None:
     fake_environment.install("untested-dist", UNTESTED, modules={"untested_code": UNTESTED_CODE})
     code, output = check("untested-dist")
     assert code == 3, output
     assert any(line.split() == ["dataset", "rows", "record", "2", "0", "0", "passed"] for line in output.splitlines())
-    assert "there is no suite for the kind rollout_mode" in output
     assert "no files with known rows: give 'cases' in untested_code.conformance:SETTINGS['dataset/lines']" in output
     assert "no rows with known examples: give 'cases' in untested_code.conformance:SETTINGS['dataset/rows']" in output
 

@@ -16,6 +16,7 @@ from chatlearn_core.plugins.records import Kind
 from chatlearn_core.types import Metric, Sample
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite, nothing_changes
+from chatlearn_testing.suites.light_imports import LightImports
 from chatlearn_testing.suites.rollout_mode_endings import RolloutModeEndings
 from chatlearn_testing.suites.rollout_mode_fixtures import (
     GROUP_SIZE,
@@ -34,7 +35,7 @@ RISING = ('schedules=[{"setting": "sampling.max_tokens", "name": "fake", "option
 METRIC_NAME = re.compile(r"[a-z][a-z0-9_]*(/[A-Za-z0-9_.@-]+)*")
 
 
-class RolloutModeConformance(RolloutModeEndings, ConformanceSuite):
+class RolloutModeConformance(RolloutModeEndings, LightImports):
     """Contract tests that every rollout mode must pass, in short runs on the kit's fakes in this process.
 
     A subclass sets ``backend`` and ``options``, and says what is not true of the mode: see ``settable``. A staleness

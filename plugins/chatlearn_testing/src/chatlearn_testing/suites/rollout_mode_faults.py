@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from chatlearn_core.exceptions import BackendError, TrainerLostError
 from chatlearn_core.plugins.records import RuntimeSpec
-from chatlearn_core.protocols import OnTokens
+from chatlearn_core.protocols import OnTokens, Runtime
+from chatlearn_core.runtime.plan import RunPlan
 from chatlearn_core.types import Completion, GenerateRequest, RewardResult, Sample
-from chatlearn_local.runtime import LocalRuntime
 from chatlearn_testing.fakes.generator import FakeGenerator
 from chatlearn_testing.fakes.options import FakeGeneratorOptions, FakeRewardOptions, FakeTrainerOptions
 from chatlearn_testing.fakes.records import FAKE_GENERATOR, FAKE_REWARD, FAKE_TRAINER
@@ -90,11 +90,15 @@ class FaultyReward(FakeReward):
         return await super().score(samples)
 
 
-class RebuildingRuntime(LocalRuntime):
-    """Goes on after the loss of a trainer, as a runtime with processes does that rebuilds it."""
+def rebuilding_runtime(options: BaseModel, plan: RunPlan) -> Runtime:
+    """The local runtime, which goes on after the loss of a trainer, as one with processes does that rebuilds it."""
+    runtime: Runtime = plan.registry.load_factory(plan.registry.select("runtime", "local"))(options, plan)
 
-    async def recover(self, lost: TrainerLostError) -> None:
+    async def recover(lost: TrainerLostError) -> None:
         """Keep the trainer, whose state the run restores."""
+
+    runtime.recover = recover  # type: ignore[method-assign]  # of this object alone
+    return runtime
 
 
 FAULTS = (
@@ -103,7 +107,7 @@ FAULTS = (
     replace(FAKE_REWARD, name="faulty", factory=f"{HERE}:FaultyReward", options=f"{HERE}:FaultyRewardOptions"),
     RuntimeSpec(
         name="rebuilding",
-        factory=f"{HERE}:RebuildingRuntime",
+        factory=f"{HERE}:rebuilding_runtime",
         options="chatlearn_local.options:LocalRuntimeOptions",
         refreshes=True,
     ),

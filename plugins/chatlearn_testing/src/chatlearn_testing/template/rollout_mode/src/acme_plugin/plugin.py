@@ -15,7 +15,7 @@ def chatlearn_rollout_modes() -> Iterable[RolloutModeSpec]:
         RolloutModeSpec(
             name="acme",
             summary="The rollouts of the next steps are made while a step trains; a weight sync waits for them.",
-            factory="acme_plugin.producer:acme",
+            factory="acme_plugin.producer:make_producer",
             options="acme_plugin.options:AcmeOptions",
             max_staleness=1,
             plan="acme_plugin.plan:plan",

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 
-from chatlearn_core.executor.component_factory import RolloutModeContext, production_scheduler
+from chatlearn_core.executor.component_factory import RolloutModeContext, production_scheduler, serving_generators
 from chatlearn_core.executor.decisions import next_draws
 from chatlearn_core.executor.rollout_buffer import RolloutBuffer
 from chatlearn_core.executor.rollout_producer import Production, RolloutProducer, make_requests
@@ -52,14 +52,12 @@ class AcmeProducer(RolloutProducer):
         self._waves: deque[Wave] = deque()
         self._finished: deque[FinishedGroup] = deque()
         """Groups that no step has taken yet, first drawn first; those of the waves follow them."""
-        self._step = 0
         self._is_restored = True
         """Whether ``pending`` comes from a checkpoint, or is empty at the start."""
 
     async def produce(self, step: int, missing: int) -> Production:
         """Begin what may be made ahead, and hand over the groups that were drawn first."""
         self._begin(step, self._num_wanted(step, missing))
-        self._step = step
         timers = Timers()
         with timers.measure("wait_for_rollouts"):
             while len(self._finished) < missing:
@@ -93,7 +91,7 @@ class AcmeProducer(RolloutProducer):
         await asyncio.gather(*tasks, return_exceptions=True)
         self._waves.clear()
         self._finished.clear()
-        self._is_restored, self._step = True, 0
+        self._is_restored = True
 
     @property
     def _num_in_flight(self) -> int:
@@ -101,14 +99,9 @@ class AcmeProducer(RolloutProducer):
         return len(self._finished) + sum(wave.num_groups for wave in self._waves)
 
     def _num_wanted(self, step: int, missing: int) -> int:
-        """Groups to draw: up to ``max_staleness`` steps ahead, but none that no step would train on. When a step asks
-        again, because its algorithm wants more, only what is not in flight yet.
-        """
-        least = missing - self._num_in_flight
-        if step == self._step:
-            return max(0, least)
+        """Groups to draw: what is missing and ``max_staleness`` steps ahead, but none that no step would train on."""
         steps_ahead = min(self.max_staleness, self.train.steps - step)
-        return max(0, least, missing + steps_ahead * self.train.prompts_per_step - self._num_in_flight)
+        return missing + steps_ahead * self.train.prompts_per_step - self._num_in_flight
 
     def _begin(self, step: int, count: int) -> None:
         """Draw groups and begin their rollouts, a wave for each step."""
@@ -132,6 +125,13 @@ class AcmeProducer(RolloutProducer):
         timers.include(wave.timers)
 
 
-def acme(options: AcmeOptions, context: RolloutModeContext) -> AcmeProducer:
-    """The producer of the mode ``acme``."""
+def make_producer(options: AcmeOptions, context: RolloutModeContext) -> RolloutProducer:
+    """The producer of a run.
+
+    Raises:
+        ConfigError: a generator shares devices with the trainer, so that nothing can be sampled while a step trains.
+    """
+    parts = context.parts
+    if context.max_staleness and parts.colocation is not None:
+        parts.colocation.sharing.check_kept("rollout.mode: acme", sorted(serving_generators(parts.assembly)))
     return AcmeProducer(context)
