@@ -113,7 +113,7 @@ _TESTS: Mapping[str, str] = {
         test_the_record_is_consistent test_arguments_import_no_engine test_a_flow_can_make_the_call
         test_the_role_gets_the_tokens_that_are_declared test_is_a_kind_of_examples test_has_samples_is_true
         test_groups_matter_only_if_declared test_only_declared_fields_are_read
-        test_the_plan_says_what_happens_when test_the_plan_tells_the_staleness
+        test_the_plan_says_what_happens_when
         test_what_is_recorded_is_what_sync_samples test_recorded_rollouts_are_trained_on
     """,
     CHECKPOINTS: """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from source_mutants import SourceMutant
 
 PLAN = "test_the_plan_says_what_happens_when"
-PLAN_STALENESS = "test_the_plan_tells_the_staleness"
 SYNC = "test_without_staleness_a_run_is_sync"
 FIRST = "test_the_first_step_is_that_of_sync"
 DRAWS = "test_steps_train_on_the_draws_of_sync"
@@ -71,8 +70,8 @@ MUTANTS = (
     _plan("the_plan_has_no_text", PLAN, LINES, "    return [\n        ahead,\n"),
     _plan("the_plan_has_the_time", PLAN, LINES, '    return [\n        f"planned at {time.time_ns()}",\n'),
     _plan("the_plan_writes_a_file", PLAN, AHEAD, f"{AHEAD}\n    Path(tempfile.mkdtemp(), 'plan').write_text('')"),
+    _plan("the_plan_changes_the_run", PLAN, AHEAD, f'{AHEAD}\n    object.__setattr__(loaded.config, "name", "other")'),
     _plan("the_plan_seeds", PLAN, AHEAD, f"{AHEAD}\n    np.random.seed(loaded.config.seed)"),
-    _plan("the_plan_is_always_the_same", PLAN_STALENESS, AHEAD, "ahead = 1"),
     _mode("the_steps_sampling_is_ignored", SYNC, SAMPLING, "sampling = self.sampling"),
     _mode("the_sampling_is_of_the_next_step", SYNC, SAMPLING, SAMPLING.replace("(step,", "(step + 1,")),
     _mode("another_seed", SYNC, REQUESTS, REQUESTS.replace("self.seed", "self.seed + step")),

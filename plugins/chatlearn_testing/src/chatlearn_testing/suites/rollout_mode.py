@@ -59,23 +59,18 @@ class RolloutModeConformance(RolloutModeEndings, LightImports):
         """
         assembly = stand.make("planned", None).run.assembly
         options, loaded, graph = assembly.loaded.plugin("rollout").options, assembly.loaded, assembly.graph
-        before = loaded.config.model_dump_json(), options.model_dump_json(), len(graph.nodes)
+        before = options.model_dump_json(), len(graph.nodes)
         with nothing_changes(capfd):
             lines, again = self._plan(assembly), self._plan(assembly)
         assert lines, "the plan says nothing; say what generators and trainers do at the same time"
         wrong = [line for line in lines if not isinstance(line, str) or not line.strip() or "\n" in line]
         assert not wrong, f"a line of the plan is not one line of text: {wrong[0]!r}"
         assert lines == again, f"the plan differs when it is asked again: {lines} and {again}"
-        after = loaded.config.model_dump_json(), options.model_dump_json(), len(graph.nodes)
-        assert before == after, "the plan changed the configuration, the options or the flow"
-
-    def test_the_plan_tells_the_staleness(self, stand: ModeStand) -> None:
-        """With another staleness the plan says another thing: users read there how old tokens become."""
-        stand.require_rollouts()
-        told = [self._plan(stand.make("planned", staleness).run.assembly) for staleness in stand.staleness()]
-        assert len({tuple(lines) for lines in told}) == len(told), (
-            f"the plan is the same with every rollout.max_staleness of {stand.staleness()}: {told[0]}"
-        )
+        assert before == (options.model_dump_json(), len(graph.nodes)), "the plan changed the options or the flow"
+        of_sync = stand.runs.assemble("planned", {}, *stand.overrides).loaded.config  # made without the mode's plan
+        found, expected = (config.model_dump(exclude={"rollout"}) for config in (loaded.config, of_sync))
+        changed = [name for name, value in expected.items() if found[name] != value]
+        assert not changed, f"the plan changed the configuration: {', '.join(changed)}"
 
     # Steps
 
