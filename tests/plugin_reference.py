@@ -30,10 +30,13 @@ PROTOCOLS: dict[str, tuple[str, ...]] = {
     "Data": ("format", "example_kind", "reader"),
     "Model families": ("model_family", "prompt_renderer"),
     "Loggers": ("logger",),
+    "Rollout modes": ("rollout_producer",),
     "Runtimes": ("runtime",),
     "Launchers": ("launcher",),
 }
-"""Heading -> modules of ``protocols`` or ``data``."""
+"""Heading -> modules of ``protocols`` or ``data``, or of ``EXTENDED``."""
+EXTENDED = {"RolloutProducer": "rollout_producer"}
+"""Classes that plugins extend instead of a protocol -> their modules of ``executor``."""
 OF_THE_CORE = {"Tokenizer", "DatasetSettings", "DataSettings"}
 """Protocols of ``data`` that no plugin implements for the core."""
 INTRODUCTION = """\
@@ -87,18 +90,23 @@ def hooks() -> list[Called]:
 
 
 def protocols(module: str) -> Iterator[tuple[str, list[Called]]]:
-    """Each protocol of a module with its own methods."""
-    file = next(file for folder in ("protocols", "data") if (file := CORE / folder / f"{module}.py").is_file())
+    """Each protocol of a module, or class that plugins extend, with its own methods."""
+    folders = ("protocols", "data", "executor")
+    file = next(file for folder in folders if (file := CORE / folder / f"{module}.py").is_file())
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if not isinstance(node, ast.ClassDef) or "Protocol" not in {ast.unparse(base) for base in node.bases}:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        if "Protocol" not in {ast.unparse(base) for base in node.bases} and node.name not in EXTENDED:
             continue
         methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+        if node.name in EXTENDED:  # plugins build it as they like
+            methods = [method for method in methods if method.name != "__init__"]
         yield node.name, [Called.of(f"{node.name}.{method.name}", method) for method in methods]
 
 
 def protocol_modules() -> set[str]:
-    """Every module of ``protocols`` and ``data`` that has a protocol for plugins."""
-    found = set()
+    """Every module of ``protocols`` and ``data`` that has a protocol for plugins, and those of ``EXTENDED``."""
+    found = set(EXTENDED.values())
     for folder in ("protocols", "data"):
         for file in (CORE / folder).glob("*.py"):
             names = re.findall(r"^class (\w+)\(.*\bProtocol\):", file.read_text(encoding="utf-8"), re.MULTILINE)

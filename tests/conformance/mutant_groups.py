@@ -40,7 +40,8 @@ _TESTS: Mapping[str, str] = {
         test_the_same_samples_get_the_same test_tokens_get_their_weights test_the_order_of_sequences_does_not_matter
         test_long_sequences_are_weighed test_weights_depend_on_the_mini_batch_alone
         test_names_and_numbers_of_groups_do_not_matter test_one_rank_gives_the_bits_of_the_local_runtime
-        test_ranks_split_a_batch_and_merge_metrics_by_name test_without_staleness_it_is_sync test_metrics_are_finite
+        test_ranks_split_a_batch_and_merge_metrics_by_name
+        test_without_staleness_a_run_is_sync test_the_first_step_is_that_of_sync
     """,
     SEEDS: """
         test_draws_of_a_mixed_batch_follow_each_requests_distribution test_successive_tokens_are_drawn_independently
@@ -50,6 +51,7 @@ _TESTS: Mapping[str, str] = {
         test_sampling_leaves_the_process_as_it_was test_the_work_of_a_trainer_leaves_the_process_as_it_was
         test_samples_from_the_stated_distribution test_a_rollout_repeats test_another_process_reads_the_same
         test_another_process_decides_the_same test_the_same_questions_get_the_same_answers
+        test_steps_train_on_the_draws_of_sync test_an_algorithm_that_asks_again_gets_more
     """,
     STOPPING: """
         test_stop_strings_may_span_tokens test_the_end_of_sequence_ends_a_completion
@@ -77,7 +79,7 @@ _TESTS: Mapping[str, str] = {
         test_new_weights_change_the_output test_requests_held_over_a_failed_sync_fail test_a_sync_has_a_beginning
         test_a_loading_replica_serves_nothing test_reloading_the_same_weights_changes_nothing
         test_an_unfinished_request_lives_through_a_sync_as_declared test_weights_reach_every_replica
-        test_every_token_has_the_version_and_logprob_of_its_weights
+        test_every_token_is_of_the_weights_of_its_version
         test_a_trainer_follows_another test_weights_are_lent_to_a_replica_that_comes_late
     """,
     MEMORY: """
@@ -123,6 +125,8 @@ _TESTS: Mapping[str, str] = {
         test_the_record_is_consistent test_arguments_import_no_engine test_a_flow_can_make_the_call
         test_the_role_gets_the_tokens_that_are_declared test_is_a_kind_of_examples test_has_samples_is_true
         test_groups_matter_only_if_declared test_only_declared_fields_are_read
+        test_the_plan_says_what_happens_when
+        test_what_is_recorded_is_what_sync_samples test_recorded_rollouts_are_trained_on
     """,
     CHECKPOINTS: """
         test_several_updates_are_resumed test_a_used_directory_holds_the_last_checkpoint
@@ -133,7 +137,8 @@ _TESTS: Mapping[str, str] = {
         test_what_is_told_of_saved_files_is_true test_a_model_is_loaded_in_place
         test_models_are_averaged_as_they_are_loaded test_boxes_cover_every_tensor_once
         test_weights_of_another_trainer_are_taken test_manifest_has_the_names_of_the_model_directory
-        test_a_restored_one_continues test_a_stopped_run_goes_on
+        test_a_restored_one_continues
+        test_a_stopped_run_goes_on test_a_lost_trainer_is_survived test_what_is_in_flight_is_replaced_as_a_whole
     """,
     ERRORS: """
         test_errors_name_the_request test_errors_name_the_sample test_weights_that_were_not_announced_are_refused
@@ -158,7 +163,7 @@ _TESTS: Mapping[str, str] = {
         test_a_tokenizer_of_another_model_is_refused test_an_empty_prompt_is_an_error_with_a_reason
         test_bad_options_are_refused test_missing_metrics_are_taken_or_refused test_odd_metrics_do_no_harm
         test_it_still_reacts_after_an_odd_step test_odd_samples_do_no_harm test_no_samples_no_verdicts
-        test_an_error_ends_the_run
+        test_one_failure_excludes_its_sample_alone test_what_ends_sync_ends_the_run test_closing_again_is_fine
     """,
     CONCURRENT: """
         test_calls_may_overlap test_a_cancelled_call_leaves_it_usable test_equal_ids_get_their_own_completions
@@ -169,9 +174,9 @@ _TESTS: Mapping[str, str] = {
         test_a_cancelled_receiver_ends_as_cancelled test_concurrent_rollouts_are_independent
         test_a_cancelled_rollout_ends test_calls_at_once_are_independent test_a_cancelled_call_leaves_nothing
         test_a_second_source_is_independent
+        test_a_cancelled_run_ends
     """,
     FORM: """
-        test_steps_train_on_the_samples_of_sync test_an_algorithm_that_asks_again_gets_other_samples
         test_one_result_a_sample_in_order test_a_sample_is_judged_by_itself test_a_verdict_is_of_the_whole_sample
         test_the_same_sample_gets_the_same_verdict test_outputs_are_those_asked_for test_metrics_are_parts
         test_rows_become_their_examples test_examples_are_well_formed test_components_are_those_of_the_cases
@@ -194,6 +199,7 @@ _TESTS: Mapping[str, str] = {
         test_masked_is_true test_stores_what_is_declared_and_nothing_else
         test_data_are_named_after_the_role_or_the_argument test_rows_become_their_samples
         test_samples_are_those_of_the_draw test_samples_can_be_trained_on
+        test_productions_are_whole
     """,
     TRANSPORT: """
         test_special_values_arrive_bit_for_bit test_every_tensor_arrives_bit_for_bit test_several_ranks_and_replicas

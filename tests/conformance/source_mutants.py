@@ -46,6 +46,7 @@ HOOKS: Mapping[str, str] = {
 IMPORTS = """from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import multiprocessing.shared_memory

@@ -13,16 +13,20 @@ from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_testing.fakes.bigram import build_bigram_model
 from chatlearn_testing.fakes.records import FAKE_GENERATOR
-from chatlearn_testing.suites.rollout_mode_runs import ModeRuns, with_fakes
+from chatlearn_testing.whole_runs import WholeRuns, registry_with
+
+GRPO = {
+    "name": "grpo",
+    "options": {"group_size": 2, "importance_correction": "truncate", "importance_threshold": 5.0},
+}
 
 
 @pytest.fixture(scope="session")
 def registry() -> PluginRegistry:
     """Everything installed, and the fakes."""
-    found = discover_plugins()
     unreliable = replace(FAKE_GENERATOR, name="fake_forgetful", resumable=False, kv_after_sync="dropped")
     keeping = replace(FAKE_GENERATOR, name="fake_keeping", resumable=False, kv_after_sync="kept")
-    return with_fakes(found, unreliable, keeping)
+    return registry_with(discover_plugins(), unreliable, keeping)
 
 
 @pytest.fixture(scope="session")
@@ -31,12 +35,12 @@ def bigram(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, bigram: Path, registry: PluginRegistry) -> ModeRuns:
-    return ModeRuns(tmp_path, bigram, registry)
+def runs(tmp_path: Path, bigram: Path, registry: PluginRegistry) -> WholeRuns:
+    return WholeRuns(tmp_path, bigram, registry, {"algorithm": GRPO})
 
 
 @pytest.fixture
-def completed(runs: ModeRuns) -> Callable[..., Any]:
+def completed(runs: WholeRuns) -> Callable[..., Any]:
     """``await completed(name, rollout, *overrides)``: make a run, and return its result."""
 
     async def complete(name: str, rollout: Mapping[str, Any], *overrides: str) -> dict[str, Any]:

@@ -35,6 +35,17 @@ class Production:
 class RolloutProducer:
     """Draws examples and runs the flow's production stage over them (``stages``): generation, rewards.
 
+    A rollout mode's factory returns this class or one that extends it. All methods run on the driver's event loop, on
+    which generators, rewards and other requests work, too: none blocks. The run calls one at a time, in this order:
+    ``close`` and ``updates_done`` at the start and whenever it goes back to a checkpoint; in each step ``produce``,
+    then ``before_sync``, then ``updates_done``; ``close`` at the end, whatever ended the run. Updates are between
+    ``produce`` and ``before_sync``, weight syncs between ``before_sync`` and ``updates_done``. A producer may make
+    rollouts in tasks of its own all the while: it ends them in ``close``, and raises what fails in one from the next of
+    the other methods.
+
+    Groups are handed over in the order of their draws, each once. A step trains on tokens of weights that are at most
+    ``RolloutModeContext.max_staleness`` policy versions older than the newest.
+
     Args:
         scheduler: runs that stage.
         algorithm: sets the number of completions per prompt.
@@ -71,19 +82,31 @@ class RolloutProducer:
         self.rollouts = rollouts
         self.partial = partial
         self.pending: tuple[Group, ...] = ()
-        """Groups with rollouts that continue in the next production. Replaced as a whole, never modified."""
+        """Groups that were drawn and not handed over, in the order of their draws: unfinished ones with their progress,
+        finished ones with their samples, all with plain arrays. Each checkpoint holds them. Set by the producer, at the
+        latest in ``before_sync``, and by the run, after ``close``, to those of the checkpoint that it goes back to.
+        Replaced as a whole, never modified: a checkpoint may be written later."""
 
     def requests_of(self, draw: ExampleDraw) -> list[RolloutRequest]:
-        """The requests for the samples of one draw."""
+        """The requests for the samples of one draw.
+
+        Called: when a run goes back to a checkpoint; in the driver; once per group that the checkpoint holds.
+        """
         return make_requests([draw], self.algorithm.group_size, self.sampling, self.seed, self.calls, self.kind)
 
     async def produce(self, step: int, missing: int) -> Production:
         """Draw examples and finish their rollouts as well as pending ones.
 
+        Called: at the beginning of a step, and again while its algorithm wants more groups; in the driver; once or
+        more per step.
+
         Args:
             step: the step that schedules sample for.
             missing: number of groups needed. Partial rollouts instead draw enough to keep their number of prompts in
                 flight, and finish at least one group.
+
+        Returns:
+            at least ``missing`` groups, which the step trains on first; further ones wait in the buffer.
 
         Raises:
             ReplicaLostError: a generator died more often than its restart limit allows.
@@ -111,15 +134,31 @@ class RolloutProducer:
         return Production(finished_groups(requests), metrics, timers)
 
     async def before_sync(self) -> None:
-        """A step's updates are done; the generators are about to load the new weights. Nothing is sampled here."""
+        """A step's updates are done; the generators are about to load the new weights. Nothing is sampled here.
+
+        Called: when the updates of a step are done, before their weight sync; in the driver; once per step.
+
+        Raises:
+            ChatLearnError: what failed in a rollout in flight.
+        """
 
     async def updates_done(self) -> None:
-        """A step's updates are done and every generator serves the new weights: continue paused rollouts."""
+        """A step's updates are done and every generator serves the new weights: continue paused rollouts.
+
+        After ``close`` it is the first call: go on with ``pending``.
+
+        Called: when the weights are synced, at the start, after each step and after a return to a checkpoint; in the
+        driver; once each time.
+        """
         if self.partial is not None:
             await self.partial.weights_changed()
 
     async def close(self) -> None:
-        """Cancel rollouts that continue between steps."""
+        """Cancel rollouts that continue between steps, and wait until they have ended; what failed in them is of no
+        interest any more. The producer can be used again: ``pending`` and ``updates_done`` begin anew.
+
+        Called: at the start, before a return to a checkpoint and at the end of a run; in the driver; two times or more.
+        """
         if self.partial is not None:
             await self.partial.close()
 

@@ -499,7 +499,7 @@ class RolloutModeSpec(BackendRecord):
     """False: generators, environments and rewards that only make rollouts do not start."""
     record: ImportString | None = None
     """``record(assembly, listener) -> Awaitable[Path]``: writes rollouts that this mode trains on, and trains nothing;
-    returns their directory (``chatlearn run --rollouts-only``)."""
+    returns their directory (``chatlearn run --rollouts-only``), which the mode's option ``directory`` then names."""
 
 
 RECORD_TYPES: dict[Kind, type[PluginRecord]] = {

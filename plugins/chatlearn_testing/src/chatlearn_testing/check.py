@@ -176,7 +176,7 @@ def run_conformance(
     """Run the suites on records with pytest, in this process.
 
     Args:
-        records: backends of the kinds in ``SUITES``.
+        records: backends.
         model_directory: for trainers and generators: a small float32 model.
         load_reference: loads that model with code that is not under test.
         settings: ``kind/name`` -> attributes that a subclass would set.

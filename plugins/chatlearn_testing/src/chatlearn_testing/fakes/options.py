@@ -48,3 +48,17 @@ class FakeRewardOptions(FakeOptions):
     target: int = Field(1, ge=0, description="Token whose fraction of the completion is the reward.")
     seconds_per_call: float = Field(0.0, ge=0, description="A slower reward.")
     blocks: bool = Field(False, description="Whether nothing else runs on the event loop meanwhile.")
+
+
+class FakeAlgorithmOptions(FakeOptions):
+    """Options of ``FakeAlgorithm``."""
+
+    group_size: int = Field(2, ge=2, description="Number of completions per prompt.")
+    replace_equal: bool = Field(False, description="Ask for further prompts in place of those whose rewards are equal.")
+
+
+class FakeScheduleOptions(FakeOptions):
+    """Options of ``FakeSchedule``."""
+
+    start: float = Field(0.0, description="Value before the first step.")
+    per_step: float = Field(1.0, description="Increase with each step.")

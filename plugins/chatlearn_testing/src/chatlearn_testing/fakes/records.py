@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chatlearn_core.plugins.records import (
+    AlgorithmSpec,
     DatasetSpec,
     GeneratorSpec,
     ModelFamilySpec,
     RewardSpec,
+    ScheduleSpec,
     TrainerSpec,
     WeightSyncSpec,
 )
@@ -112,4 +114,19 @@ FAKE_BOX_SYNC = WeightSyncSpec(
     exports=("boxes",),
     channels=("tensors",),
     reach="anywhere",
+)
+
+FAKE_ALGORITHM = AlgorithmSpec(
+    name="fake",
+    summary="A policy gradient with the mean reward of the group as baseline.",
+    factory=f"{_FAKES}.algorithm:FakeAlgorithm",
+    options=f"{_FAKES}.options:FakeAlgorithmOptions",
+    roles=(("trainer", "trainer"), ("generator", "generator"), ("reward", "reward")),
+)
+
+FAKE_SCHEDULE = ScheduleSpec(
+    name="fake",
+    summary="A value that rises by the same amount in each step.",
+    factory=f"{_FAKES}.schedule:FakeSchedule",
+    options=f"{_FAKES}.options:FakeScheduleOptions",
 )

@@ -1,283 +1,229 @@
-"""The contract of a rollout mode: it changes when rollouts are made, never which, how often or with whose weights."""
+"""The contract of a rollout mode: runs train on the draws of ``sync``, each once, with tokens of known weights."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
-from itertools import pairwise
-from pathlib import Path
-from typing import Any, ClassVar
+import math
+import re
+from typing import ClassVar
 
-import numpy as np
 import pytest
-import torch
 
-from chatlearn_core.exceptions import BackendError, ConfigError, Interrupted
-from chatlearn_core.plugins.import_string import resolve_import_string
-from chatlearn_core.plugins.observers import Observer, Observers
+from chatlearn_core.exceptions import Interrupted
+from chatlearn_core.executor.assembly import Assembly
+from chatlearn_core.executor.rollout_producer import Production
+from chatlearn_core.executor.step_samples import FinishedGroup
+from chatlearn_core.metrics import Timers
 from chatlearn_core.plugins.records import Kind
-from chatlearn_core.types import GenerateRequest, Sample
+from chatlearn_core.types import Metric, Sample
 from chatlearn_testing.applicability import not_applicable
-from chatlearn_testing.fakes.bigram import bigram_logits, build_bigram_model
-from chatlearn_testing.fakes.generator import FakeGenerator
-from chatlearn_testing.suites.conformance_suite import installed_plugins
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite, nothing_changes
 from chatlearn_testing.suites.light_imports import LightImports
-from chatlearn_testing.suites.rollout_mode_runs import (
+from chatlearn_testing.suites.rollout_mode_endings import RolloutModeEndings
+from chatlearn_testing.suites.rollout_mode_fixtures import (
     GROUP_SIZE,
     PROMPTS_PER_STEP,
     SLOW,
     STEPS,
-    ModeRuns,
-    with_fakes,
+    ModeStand,
+    check_equal,
+    check_versions,
 )
 
-Samples = list[list[Sample]]
-"""The samples of each step."""
-ABSOLUTE = 1e-4
-"""Largest error of a float32 logprob, nats."""
-FEW = "train.steps=3"
-BROKEN = "it is broken on purpose"
+ASKS_AGAIN = ("algorithm.options.replace_equal=true", "sampling.max_tokens=3")
+"""Short completions, most of which have no reward: a step asks for further groups in place of most."""
+RISING = ('schedules=[{"setting": "sampling.max_tokens", "name": "fake", "options": {"start": 6, "per_step": 3}}]',)
+"""Sampling parameters that differ from step to step."""
+METRIC_NAME = re.compile(r"[a-z][a-z0-9_]*(/[A-Za-z0-9_.@-]+)*")
 
 
-class RolloutModeConformance(LightImports):
-    """Contract tests that every rollout mode must pass. A subclass sets ``backend``.
+class RolloutModeConformance(RolloutModeEndings, LightImports):
+    """Contract tests that every rollout mode must pass, in short runs on the kit's fakes in this process.
 
-    Runs of six steps train a bigram model with ``grpo`` on the local runtime, with two replicas. A mode that makes no
-    rollouts (``makes_rollouts``) reads those that the function ``record`` of its own record wrote; its option
-    ``directory_option`` names their directory.
+    A subclass sets ``backend`` and ``options``, and says what is not true of the mode: see ``settable``. A staleness
+    that the mode's ``plan`` refuses is not tested. A mode that makes no rollouts is tested on those that the function
+    ``record`` of its record writes; its options then have a field ``directory``.
     """
 
     kind: ClassVar[Kind] = "rollout_mode"
-    settable: ClassVar[frozenset[str]] = frozenset({"directory_option"})
-    directory_option: ClassVar[str | None] = None
-    """Option that names the directory of written rollouts, for a mode that makes none."""
+    settable: ClassVar[frozenset[str]] = ConformanceSuite.settable | {"repeatable", "overrides"}
+    repeatable: ClassVar[bool] = True
+    """False for a mode in which timing decides which policy version samples a token."""
+    overrides: ClassVar[tuple[str, ...]] = ()
+    """Settings of every run that the mode needs, as on the command line: ``weight_sync.fleet_rule=rolling``."""
 
-    @pytest.fixture
-    def runs(self, tmp_path: Path) -> ModeRuns:
-        """Makes the runs of one test."""
-        registry = with_fakes(installed_plugins(), self.record())
-        return ModeRuns(tmp_path, build_bigram_model(tmp_path / "bigram"), registry)
+    # The plan
 
-    def test_the_plan_says_what_runs_together(self, runs: ModeRuns) -> None:
-        """``plan`` returns sentences, the same each time, and leaves the configuration as it is."""
-        assembly = runs.assemble("planned", self._rollout(self._recorded(runs)))
-        before = runs.assemble("planned", {}).loaded.config.model_dump(exclude={"rollout"})
-        made = assembly.loaded.chosen("rollout")
-        assert made is not None
-        plan = self.build("plan")
-        first, second = (plan(made.options, assembly.loaded, assembly.graph) for _ in range(2))
-        assert list(first) == list(second), "the second plan differs from the first"
-        assert first, "the plan of a run says nothing about the mode"
-        assert all(isinstance(line, str) and line.strip() for line in first), f"{first} are no sentences"
-        found = assembly.loaded.config.model_dump(exclude={"rollout"})
-        changed = [name for name, value in before.items() if found[name] != value]
+    def test_the_plan_says_what_happens_when(self, stand: ModeStand, capfd: pytest.CaptureFixture[str]) -> None:
+        """``plan`` returns at least one line of text, the same for the same configuration, and changes nothing.
+
+        It is called when a configuration is validated, on any machine: it starts nothing and writes nothing.
+        """
+        assembly = stand.make("planned", None).run.assembly
+        options, loaded, graph = assembly.loaded.plugin("rollout").options, assembly.loaded, assembly.graph
+        before = options.model_dump_json(), len(graph.nodes)
+        with nothing_changes(capfd):
+            lines, again = self._plan(assembly), self._plan(assembly)
+        assert lines, "the plan says nothing; say what generators and trainers do at the same time"
+        wrong = [line for line in lines if not isinstance(line, str) or not line.strip() or "\n" in line]
+        assert not wrong, f"a line of the plan is not one line of text: {wrong[0]!r}"
+        assert lines == again, f"the plan differs when it is asked again: {lines} and {again}"
+        assert before == (options.model_dump_json(), len(graph.nodes)), "the plan changed the options or the flow"
+        of_sync = stand.runs.assemble("planned", {}, *stand.overrides).loaded.config  # made without the mode's plan
+        found, expected = (config.model_dump(exclude={"rollout"}) for config in (loaded.config, of_sync))
+        changed = [name for name, value in expected.items() if found[name] != value]
         assert not changed, f"the plan changed the configuration: {', '.join(changed)}"
 
-    def test_without_staleness_it_is_sync(self, runs: ModeRuns) -> None:
-        """With ``rollout.max_staleness: 0`` a run leaves the weights, rollouts and totals of ``sync`` bit for bit, and
-        every metric of ``sync`` that does not depend on time.
+    # Steps
+
+    @pytest.mark.parametrize("settings", [(), ASKS_AGAIN, RISING], ids=["plain", "asks_again", "schedule"])
+    def test_without_staleness_a_run_is_sync(self, stand: ModeStand, settings: tuple[str, ...]) -> None:
+        """With ``rollout.max_staleness: 0`` a run has the weights, samples and metrics of ``sync``, bit for bit.
+
+        Further metrics are the mode's own; those of the core keep their names and values. Usual causes: seeds,
+        sampling parameters of the step (``decisions.sampling_at``) or the order of requests differ from those of
+        ``RolloutProducer``, or a sample is drawn before the step that trains on it.
         """
-        self._require_rollouts()
-        expected = self._completed(runs, "sync", {})
-        found = self._completed(runs, "mode", self._rollout(max_staleness=0))
-        assert _differences(found, expected) == [], "differs from sync"
+        stand.require_rollouts()
+        if refusal := stand.refusal(0):
+            not_applicable(f"the plan refuses rollout.max_staleness 0: {refusal}")
+        expected, found = stand.result(stand.sync(*settings)), stand.result(stand.undisturbed(0, *settings))
+        assert any(line["policy/grad_norm"] > 0 for line in expected["metrics"]), "something is learned"
+        check_equal(found, expected, "sync")
 
-    def test_steps_train_on_the_samples_of_sync(self, runs: ModeRuns) -> None:
-        """Each step takes as many groups as it is to, in the order of the draws. So nothing is left out, or comes
-        later, because it is long, and nothing is trained on twice or too old.
+    def test_the_first_step_is_that_of_sync(self, stand: ModeStand) -> None:
+        """No token can be stale in the first step, so it trains on the tokens that ``sync`` samples, bit for bit."""
+        expected, found = stand.sync(*SLOW), stand.undisturbed(None, *SLOW)
+        for one, other in zip(found.samples[1], expected.samples[1], strict=True):
+            same = one.id == other.id and one.token_ids.tolist() == other.token_ids.tolist()
+            assert same, f"the first step trains on {one.id}: {one.token_ids.tolist()}, not on {other.id}"
 
-        Usual causes: groups in the order in which they finish, groups drawn in vain at the end, more in flight than the
-        bound on staleness allows.
+    def test_steps_train_on_the_draws_of_sync(self, stand: ModeStand) -> None:
+        """Every step trains on the groups, whole, that ``sync`` would draw for it; nothing is drawn in vain.
+
+        A mode that trains first on what ends first would prefer short completions. Near the end of a run, no group
+        may be drawn that no step trains on.
         """
-        self._completed(runs, "sync", {})
-        self._completed(runs, "mode", self._rollout(self._recorded(runs)), SLOW)
-        trained = runs.trained("mode")
-        assert [len(step) for step in trained] == [PROMPTS_PER_STEP * GROUP_SIZE] * STEPS, "samples a step"
-        assert trained == runs.trained("sync"), "steps train on other samples than those of sync"
-        if self.record().makes_rollouts:
-            oldest = max(line["rollout/staleness_max"] for line in runs.metrics("mode"))
-            assert oldest <= self.record().max_staleness, f"tokens of {oldest:g} versions before were trained on"
+        expected = stand.sync()
+        for staleness in stand.staleness():
+            found = stand.undisturbed(staleness, *SLOW)
+            where = f"with rollout.max_staleness {staleness}"
+            for step, (one, other) in enumerate(zip(found.trained, expected.trained, strict=True), 1):
+                assert one == other, f"{where}, step {step} trains on {one} instead of {other}"
+            excluded = [sample.exclusion for samples in found.samples.values() for sample in samples]
+            assert set(excluded) == {None}, f"{where}, samples are excluded: {excluded}"
+            if self.record().makes_rollouts:
+                assert found.num_drawn == STEPS * PROMPTS_PER_STEP, (
+                    f"{where}, {found.num_drawn} groups were drawn for {STEPS} steps of {PROMPTS_PER_STEP}"
+                )
+            assert not found.run.producer.pending, f"{where}, groups are in flight after the last step"
 
-    def test_an_algorithm_that_asks_again_gets_other_samples(self, runs: ModeRuns) -> None:
-        """Within a step, ``dapo`` asks for groups in place of those whose rewards are equal. No sample comes twice."""
-        self._require_rollouts()
-        runs.content["algorithm"]["name"] = "dapo"
-        runs.content["algorithm"]["options"]["oversampling"] = 2
-        self._completed(runs, "mode", self._rollout(), SLOW, "sampling.max_tokens=3")
-        assert sum(line.get("rollout/refills", 0) for line in runs.metrics("mode")) > 0, "no step asked again"
-        taken = [name for step in runs.trained("mode") for name in step]
-        assert len(set(taken)) == len(taken), "a sample came twice"
+    def test_every_token_is_of_the_weights_of_its_version(self, stand: ModeStand) -> None:
+        """No token is older than ``rollout.max_staleness``; versions rise within a completion, and cover it; each
+        token's logprob is that of the weights of its version.
 
-    def test_every_token_has_the_version_and_logprob_of_its_weights(self, runs: ModeRuns) -> None:
-        """Version spans cover a completion without gaps, and versions rise; each logprob is that of the weights of its
-        version, which the checkpoints of the run hold.
+        Usual causes: more groups in flight than (max_staleness + 1) steps train on, or a resumed completion that is
+        given the versions or logprobs of another.
         """
-        self._require_rollouts()
-        steps = self._samples_of(runs, "mode", self._rollout(), SLOW)
-        weights = [runs.weights("mode", version) for version in range(STEPS)]
-        versions: set[int] = set()
-        for sample in (sample for step in steps for sample in step):
-            [turn] = sample.turns
-            spans = [(span.start, span.stop, span.version) for span in turn.version_spans]
-            tokens = torch.tensor(np.asarray(sample.token_ids))
-            count, first = sample.num_completion_tokens, sample.num_prompt_tokens
-            edges = [0, *(stop for _, stop, _ in spans)]
-            assert [start for start, _, _ in spans] == edges[:-1], f"{sample.id}: spans {spans} leave a gap or overlap"
-            assert edges[-1] == count, f"{sample.id}: spans cover {edges[-1]} of {count} tokens"
-            assert all(one < next_ for (*_, one), (*_, next_) in pairwise(spans)), f"{sample.id}: versions {spans}"
-            logprobs = np.asarray(sample.token_data["generator_logprobs"])[-count:]
-            for start, stop, version in spans:
-                place = torch.arange(first + start, first + stop)
-                expected = bigram_logits(*weights[version], tokens[place - 1]).log_softmax(-1)
-                expected = expected.gather(-1, tokens[place, None])[:, 0]
-                apart = float((torch.tensor(logprobs[start:stop]).double() - expected).abs().max())
-                assert apart <= ABSOLUTE, f"{sample.id}: logprobs of version {version} are {apart:.2g} off"
-                versions.add(version)
-        assert len(versions) > 1, "all tokens come from the first weights"
+        stand.require_rollouts()
+        for staleness in stand.staleness():
+            found = stand.undisturbed(staleness, *SLOW)
+            allowed = stand.allowed(staleness)
+            ages = check_versions(found.samples, stand.weights(found), allowed)
+            assert max(ages) > 0 or not allowed, (
+                f"tokens may be {allowed} policy version(s) old, but all are of the newest: nothing is made ahead. Set "
+                "max_staleness=0 in the record"
+            )
 
-    def test_a_stopped_run_goes_on(self, runs: ModeRuns) -> None:
-        """A run that was stopped in any phase goes on from its checkpoint with what was in flight: every draw is
-        trained on once, in the step in which it would have been.
+    def test_productions_are_whole(self, stand: ModeStand) -> None:
+        """``produce`` returns a ``Production`` of at least the groups that it was asked for, each with all of its
+        samples; metrics are ``Metric`` objects of finite numbers, and timers its own.
         """
-        rollout = self._rollout(self._recorded(runs))
-        self._completed(runs, "whole", rollout, SLOW)
-        for phase in ("chatlearn_rollout_end", "chatlearn_weights_synced", "chatlearn_checkpoint_saved"):
-            if phase == "chatlearn_weights_synced" and not self.record().makes_rollouts:
-                continue
-            self._run(self._stopped(runs, phase, rollout, phase))
-            self._completed(runs, phase, rollout, SLOW)
-            assert runs.trained(phase) == runs.trained("whole"), f"stopped at {phase}, it trains on other samples"
-            names = ("samples/total", "samples/trained", "samples/excluded")
-            found, expected = ([runs.result(name)["totals"][n] for n in names] for name in (phase, "whole"))
-            assert found == expected, f"stopped at {phase}, {names} are {found} instead of {expected}"
+        for staleness in stand.staleness():
+            productions = stand.undisturbed(staleness, *SLOW).productions
+            for missing, production in productions:
+                assert isinstance(production, Production), f"produce returns Production, not {production!r:.80}"
+                count = len(production.groups)
+                assert count >= missing, f"produce was asked for {missing} groups and returned {count}"
+                for group in production.groups:
+                    assert isinstance(group, FinishedGroup), f"groups are FinishedGroup, not {group!r:.80}"
+                    assert len(group.requests) == GROUP_SIZE, f"group {group.id} has {len(group.requests)} requests"
+                    filled = all(isinstance(request.sample, Sample) for request in group.requests)
+                    assert filled, f"a request of group {group.id} has no sample"
+                _check_metrics(production)
+                assert isinstance(production.timers, Timers), f"timers is {production.timers!r:.80}"
+            timers = {id(production.timers) for _, production in productions}
+            assert len(timers) == len(productions), "two productions share their timers: each step counts its own time"
 
-    def test_an_error_ends_the_run(self, runs: ModeRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What fails while rollouts are made ends the run with that error, even if no step waits for them; no task
-        outlives the run.
+    def test_an_algorithm_that_asks_again_gets_more(self, stand: ModeStand) -> None:
+        """A step whose algorithm replaces groups (dynamic sampling) gets the next draws; none is lost or comes twice.
+
+        ``produce`` is then called several times with the same step, each time with the number that is missing.
         """
-        self._require_rollouts()
-        self._completed(runs, "sync", {}, FEW)
-        of_second_step, generate = set(runs.trained("sync")[1]), FakeGenerator.generate
+        stand.require_rollouts()
+        expected = stand.sync(*ASKS_AGAIN)
+        order = [draw.group_id for draw in stand.make(stand.name("order"), None).run.sampler.next_batch(200)]
+        assert any(len(step) > PROMPTS_PER_STEP * GROUP_SIZE for step in expected.trained), "a step asks again"
+        for staleness in stand.staleness():
+            found = stand.undisturbed(staleness, *SLOW, *ASKS_AGAIN)
+            where = f"with rollout.max_staleness {staleness}"
+            taken = [name for step in found.trained for name in step]
+            assert len(set(taken)) == len(taken), f"{where}, a sample is trained on twice"
+            assert found.groups == order[: len(found.groups)], f"{where}, groups do not come in the order of the draws"
+            left = [group.id for group in found.run.producer.pending]
+            left += [group.id for group in found.run.buffer.groups]
+            assert sorted([*found.groups, *left]) == sorted(order[: found.num_drawn]), (
+                f"{where}, {found.num_drawn} groups were drawn: {len(found.groups)} trained on, {len(left)} in flight"
+            )
+            check_versions(found.samples, stand.weights(found), stand.allowed(staleness))
 
-        async def breaking(self: FakeGenerator, request: GenerateRequest, *arguments: Any) -> Any:
-            if request.id in of_second_step:
-                raise BackendError(BROKEN)
-            return await generate(self, request, *arguments)
+    # What remains
 
-        monkeypatch.setattr(FakeGenerator, "generate", breaking)
+    def test_nothing_outlives_a_run(self, stand: ModeStand) -> None:
+        """A run, and one that is stopped, leave no task, thread or process, and no file outside their directories."""
+        stand.undisturbed(None, *SLOW)  # starts and imports what is shared by all runs
+        with self.nothing_is_left(kept=stand.runs.folder):
+            stand.finish(stand.make(stand.name("left"), None, *SLOW))
+            stopped = stand.make(stand.name("left"), None, *SLOW, stop=("chatlearn_rollout_end", 2))
+            with pytest.raises(Interrupted):
+                stand.run(stopped.train())
 
-        async def fails() -> None:
-            with pytest.raises(BackendError, match=BROKEN):
-                await runs.make("broken", self._rollout(), SLOW).train()
+    # Recordings
 
-        self._run(fails())
-
-    def test_metrics_are_finite(self, runs: ModeRuns) -> None:
-        """Every metric that the mode adds to those of ``sync`` is a finite number."""
-        self._completed(runs, "mode", self._rollout(self._recorded(runs)), FEW)
-        for step, line in enumerate(runs.metrics("mode"), 1):
-            odd = [name for name, value in line.items() if not np.isfinite(value)]
-            assert not odd, f"step {step}: {', '.join(odd)} is not finite"
-
-    def test_nothing_outlives_a_run(self, runs: ModeRuns, tmp_path: Path) -> None:
-        """A run, and one that is cancelled, leave no task, thread or process, and no file outside their directories."""
-        rollout = self._rollout(self._recorded(runs))
-        with self.nothing_is_left(kept=tmp_path):
-            self._completed(runs, "whole", rollout, FEW)
-            self._run(self._stopped(runs, "cancelled", rollout, "chatlearn_rollout_end"))
-
-    def test_written_rollouts_are_those_of_sync(self, runs: ModeRuns) -> None:
-        """``record`` writes the rollouts of every step and trains nothing; the mode then trains on exactly these: the
-        first step equals that of ``sync``.
+    def test_what_is_recorded_is_what_sync_samples(self, stand: ModeStand) -> None:
+        """``record`` writes the rollouts of every step with the weights of ``model.path``, trains nothing, and returns
+        the directory for the option ``directory``; called again, it finds them complete.
         """
-        if self.record().record is None:
-            not_applicable("the record has no function 'record'")
-        directory = self._recorded(runs)
-        assert directory is not None, "a mode that makes rollouts does not read any: remove 'record'"
-        assert not (Path(directory) / "model").exists(), "a recording trains nothing"
-        expected = self._completed(runs, "sync", {}, "train.steps=1")
-        found = self._completed(runs, "mode", self._rollout(directory), "train.steps=1")
-        assert found["rollouts"] == expected["rollouts"], "the first step trains on other rollouts"
-        assert found["model"] == expected["model"], "the first step leaves other weights"
+        self._require_record()
+        folder = stand.recorded(*SLOW)
+        assert folder.is_dir(), f"record returned {folder}, which is no directory"
+        assert not (folder / "model").exists(), "a recording exports no model"
+        before = {file: file.stat().st_mtime_ns for file in folder.rglob("step_*/*")}
+        assert before, "nothing was recorded"
+        assert stand.record(folder.name, *SLOW) == folder
+        assert {file: file.stat().st_mtime_ns for file in folder.rglob("step_*/*")} == before, "it was recorded again"
+
+    def test_recorded_rollouts_are_trained_on(self, stand: ModeStand) -> None:
+        """A run trains on the recorded tokens, all of the weights of ``model.path``, in the order of the draws."""
+        self._require_record()
+        found = stand.undisturbed(None, *SLOW)
+        first = stand.weights(found)[0]
+        assert check_versions(found.samples, dict.fromkeys(range(STEPS), first), STEPS - 1) == set(range(STEPS)), (
+            "of version 0"
+        )
+        assert found.trained == stand.sync(*SLOW).trained, "the draws are not those of sync"
 
     # Internal methods
 
-    def _require_rollouts(self) -> None:
-        if not self.record().makes_rollouts:
-            not_applicable("the record declares makes_rollouts=False")
+    def _require_record(self) -> None:
+        if self.record().record is None:
+            not_applicable("the record has no function record")
 
-    def _rollout(self, directory: str | None = None, **fields: Any) -> dict[str, Any]:
-        """The section ``rollout`` of a configuration."""
-        options = dict(self.options)
-        if directory is not None:
-            assert self.directory_option is not None, "the mode makes no rollouts: set directory_option"
-            options[self.directory_option] = directory
-        return {"mode": self.record().name, **({"options": options} if options else {}), **fields}
-
-    def _recorded(self, runs: ModeRuns) -> str | None:
-        """The directory of rollouts that ``record`` has written; None for a mode that makes its own."""
-        if self.record().makes_rollouts:
-            return None
-        assert self.record().record is not None, "makes_rollouts=False needs 'record': who else would write rollouts?"
-        record = resolve_import_string(self.record().record)
-        directory: Path = self._run(record(runs.assemble("recorded", {}), None))
-        return str(directory)
-
-    def _completed(self, runs: ModeRuns, name: str, rollout: Mapping[str, Any], *overrides: str) -> dict[str, Any]:
-        """Make a run, and return its result; one of ``max_staleness: 0`` may be refused."""
-        try:
-            run = runs.make(name, rollout, *overrides)
-        except ConfigError as error:
-            if rollout.get("max_staleness") != 0:
-                raise
-            not_applicable(f"the mode refuses max_staleness 0: {error}")
-        summary = self._run(run.train())
-        assert summary["status"] == "completed", summary["status"]
-        return runs.result(name)
-
-    def _samples_of(self, runs: ModeRuns, name: str, rollout: Mapping[str, Any], *overrides: str) -> Samples:
-        """Make a run, and return the samples that each step took."""
-        taken: Samples = []
-
-        def keep(samples: Sequence[Sample]) -> None:
-            taken.append(list(samples))
-
-        run = runs.make(name, rollout, *overrides)
-        run.observers = Observers([Observer("chatlearn_rollout_end", "the suite", keep, ("samples",))])
-        self._run(run.train())
-        return taken
-
-    async def _stopped(self, runs: ModeRuns, name: str, rollout: Mapping[str, Any], phase: str) -> None:
-        """Make a run that is cancelled at the second call of a hook."""
-        calls: list[int] = []
-
-        def interrupt() -> None:
-            calls.append(1)
-            if len(calls) == 2:
-                running.cancel()
-
-        run = runs.make(name, rollout, SLOW)
-        run.observers = Observers([Observer(phase, "the suite", interrupt, ())])
-        running = asyncio.ensure_future(run.train())
-        with pytest.raises(Interrupted):
-            await running
-
-    def _run(self, work: Awaitable[Any]) -> Any:
-        """Run a coroutine for at most ``patience_s``; it must leave no task."""
-
-        async def bounded() -> Any:
-            found = await asyncio.wait_for(work, self.patience_s)
-            await asyncio.sleep(0)
-            left = [task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}]
-            assert not left, f"tasks outlive the run: {', '.join(left)}"
-            return found
-
-        return asyncio.run(bounded())
+    def _plan(self, assembly: Assembly) -> list[str]:
+        return list(self.build("plan")(assembly.loaded.plugin("rollout").options, assembly.loaded, assembly.graph))
 
 
-def _differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Name what differs from a run of ``sync``; further metrics are allowed."""
-    wrong = [name for name in ("model", "rollouts", "totals") if found[name] != expected[name]]
-    for step, (line, other) in enumerate(zip(found["metrics"], expected["metrics"], strict=True), 1):
-        wrong += [f"{name} of step {step}" for name, value in other.items() if line.get(name) != value]
-    return wrong
+def _check_metrics(production: Production) -> None:
+    for name, metric in production.metrics.items():
+        assert METRIC_NAME.fullmatch(str(name)), f"{name!r} is no name of a metric"
+        assert isinstance(metric, Metric), f"metric {name} is {metric!r}, not a Metric"
+        assert math.isfinite(metric.value), f"metric {name} is {metric}"

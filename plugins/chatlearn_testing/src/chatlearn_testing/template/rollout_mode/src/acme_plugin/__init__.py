@@ -1,1 +1,1 @@
-"""The rollout mode ``acme`` for ChatLearn."""
+"""Rollout mode acme for ChatLearn: the rollouts of the next steps are made while a step trains."""

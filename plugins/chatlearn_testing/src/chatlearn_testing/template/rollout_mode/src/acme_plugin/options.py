@@ -1,15 +1,11 @@
-"""The options of ``acme``. Imports pydantic only: configurations are checked without loading the mode."""
+"""The options of ``acme``. Imports pydantic only: configurations are checked without loading the producer."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 
 class AcmeOptions(BaseModel):
-    """Options under ``rollout.options``."""
+    """Options under ``rollout.options``: none, because ``rollout.max_staleness`` is the number of steps ahead."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-    first_steps: int = Field(
-        0, ge=0, description="Steps at the beginning that wait for their own rollouts, while the policy changes most."
-    )

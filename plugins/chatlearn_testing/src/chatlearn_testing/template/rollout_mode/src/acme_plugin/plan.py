@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from chatlearn_core.config.load import LoadedConfig
+from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.flow import Graph
 
 from acme_plugin.options import AcmeOptions
 
 
-def acme(
-    options: AcmeOptions,
-    loaded: LoadedConfig,
-    graph: Graph,
-) -> Sequence[str]:
-    """Say what generators and trainers do at the same time; called when a configuration is validated."""
-    if loaded.config.rollout.max_staleness == 0:
-        return ["rollouts and updates take turns: rollout.max_staleness is 0"]
-    lines = ["while a step trains, the rollouts of the next are made; the weight sync waits for them"]
-    if options.first_steps:
-        lines.append(f"in the first {options.first_steps} steps, rollouts and updates take turns")
-    return lines
+def plan(options: AcmeOptions, loaded: LoadedConfig, graph: Graph) -> list[str]:
+    """Lines of the plan.
+
+    Raises:
+        ConfigError: the flow of the algorithm generates nothing.
+    """
+    if not any(node.kind in ("generator", "environment") for node in graph.nodes):
+        raise ConfigError(
+            f"{loaded.source}: rollout.mode is 'acme', but the flow of algorithm {loaded.config.algorithm.name!r} "
+            "generates nothing. Set rollout.mode: sync"
+        )
+    staleness = loaded.config.rollout.max_staleness
+    ahead = 1 if staleness is None else staleness
+    return [
+        f"acme: rollouts are made up to {ahead} step(s) ahead, while a step trains",
+        "at a weight sync: wait until every rollout has ended, so that each completion is of one policy version",
+    ]

@@ -10,14 +10,14 @@ from chatlearn_core.plugins.records import RolloutModeSpec
 
 @hookimpl
 def chatlearn_rollout_modes() -> Iterable[RolloutModeSpec]:
-    """Register the mode."""
+    """Register the rollout mode."""
     return [
         RolloutModeSpec(
             name="acme",
-            summary="While a step trains, the rollouts of the next are made; the weight sync waits for them.",
-            factory="acme_plugin.producer:acme",
+            summary="The rollouts of the next steps are made while a step trains; a weight sync waits for them.",
+            factory="acme_plugin.producer:make_producer",
             options="acme_plugin.options:AcmeOptions",
             max_staleness=1,
-            plan="acme_plugin.plan:acme",
+            plan="acme_plugin.plan:plan",
         )
     ]

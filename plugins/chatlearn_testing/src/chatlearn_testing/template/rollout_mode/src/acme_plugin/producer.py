@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections import deque
+from dataclasses import dataclass
 
-from chatlearn_core.config.models import TrainConfig
 from chatlearn_core.executor.component_factory import RolloutModeContext, production_scheduler, serving_generators
 from chatlearn_core.executor.decisions import next_draws
 from chatlearn_core.executor.rollout_buffer import RolloutBuffer
@@ -13,130 +13,126 @@ from chatlearn_core.executor.rollout_producer import Production, RolloutProducer
 from chatlearn_core.executor.rollouts.pending import Group
 from chatlearn_core.executor.step_samples import FinishedGroup, RolloutRequest, finished_groups
 from chatlearn_core.metrics import Timers
-from chatlearn_core.types import Metric
+from chatlearn_core.types import Metric, Metrics
 
 from acme_plugin.options import AcmeOptions
 
-Rollouts = tuple[list[FinishedGroup], Timers]
-"""Finished groups, and how long each part of making them took."""
+
+@dataclass(slots=True, eq=False)
+class Wave:
+    """Groups that are drawn together and go through the flow's production stage together."""
+
+    num_groups: int
+    requests: list[RolloutRequest]
+    timers: Timers
+    task: asyncio.Task[object]
 
 
 class AcmeProducer(RolloutProducer):
-    """Makes the rollouts of the next step while a step trains, and hands groups over in the order of their draws.
+    """Makes the rollouts of up to ``max_staleness`` further steps while a step trains.
 
-    Args:
-        *arguments: as ``RolloutProducer``.
-        train: the section of the configuration.
-        serving: the generators that serve the policy's weights.
-        first_step: the first step whose successor's rollouts are made meanwhile; None: there is none.
-        **named: as ``RolloutProducer``.
+    Steps train on the groups in the order in which they were drawn, as with ``sync``. A weight sync waits for all that
+    was begun, so every completion is of one policy version, and a checkpoint holds finished groups alone.
     """
 
-    def __init__(
-        self, *arguments: Any, train: TrainConfig, serving: frozenset[str], first_step: int | None, **named: Any
-    ) -> None:
-        super().__init__(*arguments, **named)
-        self._train = train
-        self._serving = serving
-        self._first_step = first_step
-        self._step = 0
-        """The step that asked for groups last."""
-        self._ahead: asyncio.Task[Rollouts] | None = None
-        self._made: list[FinishedGroup] = []
-        """Groups that were made ahead, and that no step has taken yet."""
-        self._is_fresh = True
-        """Whether ``pending`` has come from a checkpoint, or is empty at the start."""
+    def __init__(self, context: RolloutModeContext) -> None:
+        assembly = context.parts.assembly
+        super().__init__(
+            production_scheduler(context.parts),
+            assembly.algorithm,
+            context.sampler,
+            assembly.sampling,
+            assembly.config.seed,
+            decisions=context.decisions,
+            rollouts=context.parts.rollouts,
+            kind=assembly.kind,
+        )
+        self.train = assembly.config.train
+        self.max_staleness = context.max_staleness
+        self._waves: deque[Wave] = deque()
+        self._finished: deque[FinishedGroup] = deque()
+        """Groups that no step has taken yet, first drawn first; those of the waves follow them."""
+        self._is_restored = True
+        """Whether ``pending`` comes from a checkpoint, or is empty at the start."""
 
     async def produce(self, step: int, missing: int) -> Production:
-        """See ``RolloutProducer``: takes what was made ahead, and draws what is still missing."""
-        is_first, self._step = step != self._step, step
+        """Begin what may be made ahead, and hand over the groups that were drawn first."""
+        self._begin(step, self._num_wanted(step, missing))
         timers = Timers()
-        groups = await self._made_before(timers)
-        metrics = {"rollout/made_ahead": Metric(len(groups), reducer="sum")}
-        if len(groups) < missing:
-            made, spent = await self._play(self._draw(step, missing - len(groups)))
-            groups += made
-            timers.include(spent)
-        groups, self._made = groups[:missing], groups[missing:]
-        if is_first and self._first_step is not None and self._first_step <= step < self._train.steps:
-            requests = self._draw(step + 1, self._train.prompts_per_step - len(self._made))
-            self._ahead = asyncio.ensure_future(self._play(requests))
+        with timers.measure("wait_for_rollouts"):
+            while len(self._finished) < missing:
+                await self._finish_first(timers)
+        groups = [self._finished.popleft() for _ in range(missing)]
+        metrics: Metrics = {"rollout/in_flight": Metric(self._num_in_flight, reducer="sum")}
         if self.rollouts is not None:
             metrics |= self.rollouts.metrics()
         return Production(groups, metrics, timers)
 
     async def before_sync(self) -> None:
-        """Let no completion be sampled by two versions, and note for a checkpoint what no step has taken."""
-        if self._ahead is not None:
-            await asyncio.wait([self._ahead])
-            self._ahead.result()
-        self.pending = await self._snapshot()
+        """Wait for all that was begun, and keep it for a checkpoint."""
+        while self._waves:
+            await self._finish_first(Timers())
+        finished = RolloutBuffer(self.max_staleness)
+        finished.admit(self._finished)
+        plain = await finished.with_values(self.scheduler.runtime.data)
+        self.pending = tuple(Group(list(group.requests)) for group in plain.groups)
+
+    async def updates_done(self) -> None:
+        """After a start, go on with the groups of the checkpoint."""
+        if self._is_restored:
+            self._is_restored = False
+            self._finished.extend(FinishedGroup(tuple(group.requests)).copy() for group in self.pending)
 
     async def close(self) -> None:
-        """Cancel what is in flight. A run that returns to its last checkpoint goes on with ``pending``."""
-        if self._ahead is not None:
-            self._ahead.cancel()
-            await asyncio.gather(self._ahead, return_exceptions=True)
-        self._ahead, self._made, self._is_fresh, self._step = None, [], True, 0
+        """Cancel everything that was begun."""
+        tasks = [wave.task for wave in self._waves]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._waves.clear()
+        self._finished.clear()
+        self._is_restored = True
 
-    def _draw(self, step: int, count: int) -> list[RolloutRequest]:
-        """Draw groups for a step."""
+    @property
+    def _num_in_flight(self) -> int:
+        """Groups that were drawn and not handed over."""
+        return len(self._finished) + sum(wave.num_groups for wave in self._waves)
+
+    def _num_wanted(self, step: int, missing: int) -> int:
+        """Groups to draw: what is missing and ``max_staleness`` steps ahead, but none that no step would train on."""
+        steps_ahead = min(self.max_staleness, self.train.steps - step)
+        return missing + steps_ahead * self.train.prompts_per_step - self._num_in_flight
+
+    def _begin(self, step: int, count: int) -> None:
+        """Draw groups and begin their rollouts, a wave for each step."""
         sampling = self.decisions.sampling_at(step, self.sampling)
-        draws = next_draws(self.sampler, count)
-        return make_requests(draws, self.algorithm.group_size, sampling, self.seed, self.calls, self.kind)
+        while count > 0:
+            size = min(count, self.train.prompts_per_step)
+            draws = next_draws(self.sampler, size)
+            requests = make_requests(draws, self.algorithm.group_size, sampling, self.seed, self.calls, self.kind)
+            timers = Timers()
+            task = asyncio.create_task(self.scheduler.run(requests, timers))
+            self._waves.append(Wave(size, requests, timers, task))
+            count -= size
 
-    async def _play(self, requests: list[RolloutRequest]) -> Rollouts:
-        timers = Timers()
-        if requests:
-            await self.scheduler.run(requests, timers)
-        return finished_groups(requests), timers
-
-    async def _made_before(self, timers: Timers) -> list[FinishedGroup]:
-        """Take the groups that were made before this step asked for them, first drawn first."""
-        if self._is_fresh:
-            self._is_fresh = False
-            self._made = [FinishedGroup(tuple(group.requests)).copy() for group in self.pending]
-        groups, self._made = self._made, []
-        if self._ahead is not None:
-            ahead, self._ahead = self._ahead, None
-            with timers.measure("wait_for_rollouts"):
-                made, spent = await ahead
-            groups = groups + made
-            timers.include(spent)
-        return groups
-
-    async def _snapshot(self) -> tuple[Group, ...]:
-        """Everything that no step has taken, with plain arrays instead of references to workers."""
-        ahead = [] if self._ahead is None else self._ahead.result()[0]
-        buffer = RolloutBuffer(1, self._serving)
-        buffer.admit([*self._made, *ahead])
-        plain = await buffer.with_values(self.scheduler.runtime.data)
-        return tuple(Group(list(group.requests)) for group in plain.groups)
+    async def _finish_first(self, timers: Timers) -> None:
+        """Wait for the wave that was drawn first; raises what failed in it."""
+        wave = self._waves[0]
+        await asyncio.wait([wave.task])
+        wave.task.result()
+        self._finished.extend(finished_groups(wave.requests))
+        self._waves.popleft()
+        timers.include(wave.timers)
 
 
-def acme(
-    options: AcmeOptions,
-    context: RolloutModeContext,
-) -> AcmeProducer:
-    """Make the producer of a run.
+def make_producer(options: AcmeOptions, context: RolloutModeContext) -> RolloutProducer:
+    """The producer of a run.
 
     Raises:
-        ConfigError: the generators share devices with the trainer, so that nothing can be sampled meanwhile.
+        ConfigError: a generator shares devices with the trainer, so that nothing can be sampled while a step trains.
     """
-    parts, assembly = context.parts, context.parts.assembly
-    serving = serving_generators(assembly)
+    parts = context.parts
     if context.max_staleness and parts.colocation is not None:
-        parts.colocation.sharing.check_kept("rollout.mode: acme", sorted(serving))
-    return AcmeProducer(
-        production_scheduler(parts),
-        assembly.algorithm,
-        context.sampler,
-        assembly.sampling,
-        assembly.config.seed,
-        train=assembly.config.train,
-        serving=serving,
-        first_step=options.first_steps + 1 if context.max_staleness else None,
-        decisions=context.decisions,
-        rollouts=parts.rollouts,
-        kind=assembly.kind,
-    )
+        serving = sorted(serving_generators(parts.assembly))
+        parts.colocation.sharing.check_kept("rollout.mode: acme", serving)
+    return AcmeProducer(context)
