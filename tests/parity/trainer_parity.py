@@ -57,6 +57,10 @@ class Layout:
     world: int
     options: Mapping[str, Any]
 
+    @property
+    def label(self) -> str:
+        return f"{self.trainer}, {self.name}"
+
 
 def layouts(model: str) -> list[Layout]:
     """Return every layout for a model."""
@@ -277,7 +281,7 @@ def run(model: str, directory: Path) -> Iterator[tuple[Layout, dict[str, float]]
             for loss in LOSSES
         }
         place = directory / f"{model}-{trainer}"
-        _run_ranks(jobs, place)
+        run_ranks(jobs, place, "trainer_parity:rank_main")
         for number, one in enumerate(group):
             worst: dict[str, float] = {}
             for loss, reference in expected.items():
@@ -286,12 +290,15 @@ def run(model: str, directory: Path) -> Iterator[tuple[Layout, dict[str, float]]
             yield one, worst
 
 
-def _run_ranks(jobs: Mapping[str, Mapping[str, Any]], directory: Path) -> None:
+def run_ranks(jobs: Mapping[str, Mapping[str, Any]], directory: Path, program: str) -> None:
+    """Do jobs on ranks, each forked to run ``program``, a ``module:function`` of this folder; ``world`` of a job says
+    how many take part.
+    """
     directory.mkdir(parents=True)
     torch.save({"jobs": dict(jobs)}, directory / "work.pt")
-    with ForkServer("trainer_parity", path=[str(Path(__file__).parent)]) as server:
+    with ForkServer(program.partition(":")[0], path=[str(Path(__file__).parent)]) as server:
         ranks = [
-            server.start("trainer_parity:rank_main", str(rank), str(directory))
+            server.start(program, str(rank), str(directory))
             for rank in range(max(job["world"] for job in jobs.values()))
         ]
         deadline = time.monotonic() + DEADLINE_S
