@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from chatlearn_cli.progress_bar import ProgressBar, step_numbers
+from chatlearn_core.executor.phases import Phase
 
 
 @pytest.mark.parametrize(
@@ -46,3 +49,37 @@ def test_tokens_of_a_step_are_counted_as_they_come(monkeypatch: pytest.MonkeyPat
     assert "1,005 tokens so far in this step" in lines
     assert lines[-1] == "7 tokens so far in this step"
     assert not ProgressBar().counts_tokens
+
+
+def test_a_long_phase_does_not_look_like_a_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a terminal, a line says what the run is doing: before the first step, within it, and seldom later on."""
+    monkeypatch.setattr("chatlearn_cli.progress_bar._SILENT_S", 0.1)
+    text = io.StringIO()
+
+    def lines_after(number: int) -> list[str]:
+        deadline = time.monotonic() + 20
+        while len(text.getvalue().splitlines()) < number:
+            assert time.monotonic() < deadline, text.getvalue()
+            time.sleep(0.01)
+        return text.getvalue().splitlines()
+
+    with ProgressBar(console=Console(file=text, width=200)) as bar:
+        bar.phases_changed(0, [Phase.STARTING])
+        begun = time.monotonic()
+        assert all(re.fullmatch(r"starting for \d s", line) for line in lines_after(3)[:3])
+        assert time.monotonic() - begun > 0.1 + 0.2 + 0.4, "the time without a line doubles"
+        bar.started(tmp_path, 10, 5)
+        bar.phases_changed(5, [Phase.GENERATING, Phase.UPDATING])
+        before = len(text.getvalue().splitlines())
+        assert re.fullmatch(r"generating, updating for \d s, 4 of 10 steps done", lines_after(before + 1)[before])
+    assert not bar._speaker.is_alive()
+
+
+def test_a_terminal_shows_the_start_and_the_time_of_a_long_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chatlearn_cli.progress_bar._BRIEF_S", 0.0)
+    text = io.StringIO()
+    with ProgressBar(console=Console(file=text, width=200, force_terminal=True)) as bar:
+        bar.phases_changed(0, [Phase.RESTORING])
+        bar._progress.refresh()
+    assert "starting for 0 s" in text.getvalue()
+    assert "restoring for 0 s" in text.getvalue()

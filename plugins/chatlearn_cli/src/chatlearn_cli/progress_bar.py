@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,8 @@ from types import TracebackType
 from typing import TextIO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from chatlearn_cli.terminal import TolerantStream
 from chatlearn_core.executor.phases import Phase
@@ -20,64 +22,106 @@ from chatlearn_core.printable import printable
 
 _PLAIN_INTERVAL_S = 10.0
 """Interval of progress lines without a terminal, seconds; the last step always gets one."""
+_SILENT_S, _LONGEST_SILENT_S = 30.0, 600.0
+"""Without a terminal: time without a line, seconds, after which one says what the run is doing. It doubles as long as
+the phase lasts, up to the second value."""
+_BRIEF_S = 10.0
+"""On a terminal, the time of a phase is shown from here on, seconds."""
+
+
+class _PhaseColumn(ProgressColumn):
+    """The phases in progress and, if they last, since when."""
+
+    def render(self, task: Task) -> Text:
+        spent = time.monotonic() - task.fields["since"]
+        shown = task.fields["phase"] if spent < _BRIEF_S else f"{task.fields['phase']} for {_duration(spent)}"
+        return Text(f"{shown:<10}", style="bold")
 
 
 class ProgressBar(RunListener):
-    """Shows step, reward, length, tokens/s and the remaining time; without a terminal, prints occasional lines."""
+    """Shows phase, step, reward, length, tokens/s and the remaining time; without a terminal, prints occasional lines.
+
+    A long phase is never silent, so that nobody takes a run that loads a model or makes a large step for one that
+    hangs.
+    """
 
     def __init__(self, *, show: bool = True, counts_tokens: bool = False, console: Console | None = None) -> None:
         self.console = console or Console(file=cast(TextIO, TolerantStream(sys.stderr)), highlight=False)
         self.live = show and self.console.is_terminal
         self._progress = Progress(
-            TextColumn("[bold]{task.fields[phase]:<10}"),
+            _PhaseColumn(),
             BarColumn(bar_width=None),
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[step]}"),
             TextColumn("{task.fields[tokens]}"),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
             console=self.console,
             disable=not self.live,
         )
-        self._task: TaskID | None = None
-        self._total, self._first = 0, 1
-        self._last_line = 0.0
+        self._since = self._last_line = time.monotonic()
+        """When the present phases began, and when a line was printed."""
+        self._phase = str(Phase.STARTING)
+        self._silent_s = _SILENT_S
+        self._task = self._progress.add_task(
+            "run", total=None, phase=self._phase, since=self._since, step="", tokens="", numbers=""
+        )
+        self._total, self._first, self._step = 0, 1, 0
         self.counts_tokens = counts_tokens
         self._num_tokens = 0
         """Tokens sampled since the step began."""
+        self._ended = threading.Event()
+        self._speaker = threading.Thread(target=self._speak, name="progress", daemon=True)
 
     def __enter__(self) -> ProgressBar:
         self._progress.start()
+        self._since = self._last_line = time.monotonic()
+        if not self.live:
+            self._speaker.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
+        if not self.live:
+            self._speaker.join()
         self._progress.stop()
 
     def started(self, run_dir: Path, total_steps: int, first_step: int) -> None:
-        """Show the bar."""
-        self._total, self._first = total_steps, first_step
-        self.console.print(f"run directory: {printable(str(run_dir))}", markup=False)
-        self._task = self._progress.add_task(
-            "run", total=total_steps, completed=first_step - 1, phase="starting", tokens="", numbers=""
+        """Show the steps."""
+        self._total, self._first, self._step = total_steps, first_step, first_step - 1
+        self._say(f"run directory: {printable(str(run_dir))}")
+        self._progress.update(
+            self._task, total=total_steps, completed=first_step - 1, step=f"step {first_step - 1}/{total_steps}"
         )
 
     def phases_changed(self, step: int, phases: Sequence[Phase]) -> None:
         """Show the phases in progress: ``generating, updating``."""
-        if self._task is not None and phases:
-            self._progress.update(self._task, phase=", ".join(map(str, phases)))
+        if phases:
+            self._phase, self._since, self._silent_s = ", ".join(map(str, phases)), time.monotonic(), _SILENT_S
+            self._progress.update(self._task, phase=self._phase, since=self._since)
 
     def sampled(self, num_tokens: int) -> None:
         """Show the progress of the step's generation."""
         self._num_tokens += num_tokens
-        if self._task is None:
-            return
         tokens = f"{self._num_tokens:,} tokens"
         self._progress.update(self._task, tokens=tokens)
-        now = time.monotonic()
-        if not self.live and now - self._last_line >= _PLAIN_INTERVAL_S:
-            self._last_line = now
-            self.console.print(f"{tokens} so far in this step", markup=False)
+        if self._total and not self.live and time.monotonic() - self._last_line >= _PLAIN_INTERVAL_S:
+            self._say(f"{tokens} so far in this step")
+
+    def _speak(self) -> None:
+        """Print a line whenever there was none for a while."""
+        while not self._ended.wait(min(1.0, self._silent_s)):
+            now = time.monotonic()
+            if now - max(self._last_line, self._since) < self._silent_s:
+                continue
+            self._silent_s = min(2 * self._silent_s, _LONGEST_SILENT_S)
+            done = f", {self._step} of {self._total} steps done" if self._total else ""
+            self._say(f"{self._phase} for {_duration(now - self._since)}{done}")
+
+    def _say(self, text: str) -> None:
+        self._last_line = time.monotonic()
+        self.console.print(text, markup=False)
 
     def message(self, text: str) -> None:
         """Print above the bar."""
@@ -101,15 +145,14 @@ class ProgressBar(RunListener):
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Advance the bar."""
-        if self._task is None or step == 0:
+        if step == 0:
             return
         numbers = step_numbers(metrics)
-        self._num_tokens = 0
-        self._progress.update(self._task, completed=step, tokens="", numbers=numbers)
-        now = time.monotonic()
-        if not self.live and (now - self._last_line >= _PLAIN_INTERVAL_S or step == self._total):
-            self._last_line = now
-            self.console.print(f"step {step}/{self._total}  {numbers}", markup=False)
+        self._num_tokens, self._step = 0, step
+        shown = f"step {step}/{self._total}"
+        self._progress.update(self._task, completed=step, step=shown, tokens="", numbers=numbers)
+        if not self.live and (time.monotonic() - self._last_line >= _PLAIN_INTERVAL_S or step == self._total):
+            self._say(f"{shown}  {numbers}")
 
     def finished(self, summary: Mapping[str, object]) -> None:
         """Print how the run ended."""
@@ -132,6 +175,11 @@ def step_numbers(metrics: Mapping[str, float]) -> str:
         shown.append(f"length {metrics['response_length/mean']:.1f}")
     shown.append(f"{metrics['perf/throughput']:,.0f} tok/s")
     return "  ".join(shown)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
 def _escaped(text: str) -> str:
