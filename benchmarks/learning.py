@@ -96,7 +96,7 @@ RECIPES: dict[str, Recipe] = {
     "dr_grpo": Recipe(GROUPS),
     "dapo": Recipe(GROUPS),
     "gspo": Recipe(GROUPS | {"clip_low": 0.2, "clip_high": 0.2}, steps=40),
-    "cispo": Recipe(GROUPS),
+    "cispo": Recipe(GROUPS, steps=40),
     "gdpo": Recipe(GROUPS | {"rewards": {"math": 1.0, "format": 0.5}}, roles=("trainer", "generator", "two_rewards")),
     "rloo": Recipe(GROUPS),
     "reinforce_pp": Recipe(batch=128),
@@ -109,7 +109,7 @@ RECIPES: dict[str, Recipe] = {
     "simpo": WITHOUT_REFERENCE,
     "orpo": WITHOUT_REFERENCE,
     "kto": ON_PAIRS,
-    "online_dpo": Recipe(GROUPS | {"pairing": "all"}, roles=(*ROLES, "reference")),
+    "online_dpo": Recipe(GROUPS | {"pairing": "all"}, roles=(*ROLES, "reference"), steps=40),
     "rejection_sampling": Recipe(GROUPS | {"keep": 2, "min_reward": 1.0}),
     "distillation": Recipe(
         {"divergence": "reverse_kl", "top_k": 16}, roles=(*ROLES, "teacher"), batch=64, needs="grpo"
@@ -118,7 +118,7 @@ RECIPES: dict[str, Recipe] = {
         ON_PAIRS,
         roles=("scorer",),
         of_pairs=0.75,
-        steps=400,
+        steps=600,
         batch=32,
         learning_rate=6e-4,
         schedule="linear",
