@@ -42,7 +42,7 @@ from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_HELDOUT, NUM_HELDOUT_PROMPTS, NUM_TRAIN = 100, 400, 2000
 """Held-out problems, the prompts that ask them (each problem in several wordings), and prompts to train on."""
-NUM_PAIR_PROMPTS, NUM_HELDOUT_PAIR_PROMPTS, PAIRS_PER_PROMPT = 480, 200, 4
+NUM_PAIR_PROMPTS, NUM_HELDOUT_PAIR_PROMPTS, PAIRS_PER_PROMPT = 1600, 200, 4
 """Prompts to sample pairs of, for training and held out; most have both a right and a wrong completion."""
 WORKED_SHARES = (0.35, 0.85)
 """Demonstrations show their working seldom for some wordings, often for others; answers with working are mostly right,
@@ -109,7 +109,7 @@ RECIPES: dict[str, Recipe] = {
     "simpo": WITHOUT_REFERENCE,
     "orpo": WITHOUT_REFERENCE,
     "kto": ON_PAIRS,
-    "online_dpo": Recipe(GROUPS | {"pairing": "all"}, roles=(*ROLES, "reference"), steps=40),
+    "online_dpo": Recipe(GROUPS | {"pairing": "all"}, roles=(*ROLES, "reference"), steps=80),
     "rejection_sampling": Recipe(GROUPS | {"keep": 2, "min_reward": 1.0}),
     "distillation": Recipe(
         {"divergence": "reverse_kl", "top_k": 16}, roles=(*ROLES, "teacher"), batch=64, needs="grpo"
@@ -118,7 +118,7 @@ RECIPES: dict[str, Recipe] = {
         ON_PAIRS,
         roles=("scorer",),
         of_pairs=0.75,
-        steps=600,
+        steps=400,
         batch=32,
         learning_rate=6e-4,
         schedule="linear",
