@@ -7,6 +7,7 @@ so a place in peft's files (``adapter_places``). GPT-2's c_attn, which is one mo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from chatlearn_core.exceptions import ModelError
-from chatlearn_hf.lora import Adapter, adapters
+from chatlearn_hf.lora import Adapter, LoraSettings, adapters, add_adapters, peft_names
+from chatlearn_megatron.families import DISTRIBUTION
 from chatlearn_megatron.pieces import Part, Place, Rows
 
 DOWN, UP = "lora_A", "lora_B"
@@ -52,11 +54,10 @@ def adapter_places(places: Mapping[str, Place]) -> dict[str, Place]:
             continue
         by_columns = place.kind == "columns"
         for number, part in enumerate(place.parts):
-            down, up = (Part(f"base_model.model.{part.name.removesuffix('.weight')}.{x}.weight") for x in (DOWN, UP))
-            up = Part(up.name, part.first)
+            down, up = peft_names(part.name)
             if number == first_of_module(place, number):
-                found[f"{linear}.{DOWN}.{number}"] = Place("columns" if by_columns else "whole", (down,))
-            found[f"{linear}.{UP}.{number}"] = Place("whole" if by_columns else "rows", (up,))
+                found[f"{linear}.{DOWN}.{number}"] = Place("columns" if by_columns else "whole", (Part(down),))
+            found[f"{linear}.{UP}.{number}"] = Place("whole" if by_columns else "rows", (Part(up, part.first),))
     return found
 
 
@@ -65,44 +66,54 @@ def first_of_module(place: Place, number: int) -> int:
     return [part.name for part in place.parts].index(place.parts[number].name)
 
 
-def check_adapters(hf: PreTrainedModel, places: Mapping[str, Place], layers: int, stages: int, path: str) -> None:
-    """Refuse adapters that Megatron-Core's layers cannot have, and stages that would have none.
+def adaptable_weights(hf: PreTrainedModel, places: Mapping[str, Place], layers: int) -> dict[str, int]:
+    """Return the names of a transformers model's weights that can have adapters, with the index of their layer."""
+    parts = [part.name for name in ADAPTED_LINEARS if (place := places.get(f"{name}.weight")) for part in place.parts]
+    found = {part.format(layer=layer): layer for layer in range(layers) for part in parts}
+    modules = dict(hf.named_modules())
+    return {name: layer for name, layer in found.items() if name.removesuffix(".weight") in modules}
+
+
+def choose_adapters(
+    hf: PreTrainedModel, settings: LoraSettings, places: Mapping[str, Place], layers: int, parts: int, path: str
+) -> None:
+    """Add adapters to a transformers model on the ``meta`` device, from which their names and shapes are taken.
 
     Args:
-        hf: the model with its adapters.
+        hf: the model.
+        settings: of the adapters.
         places: of the family.
         layers: number of layers of the model.
-        stages: number of parts into which they are divided.
+        parts: number of parts into which stages divide them.
         path: of the model, for messages.
 
     Raises:
-        ModelError: names the modules, and those that can have adapters.
+        ModelError: Megatron-Core's layers cannot have one of them, or a part would have none; names the modules that
+            can.
     """
-    parts = [part.name for name in ADAPTED_LINEARS if (place := places.get(f"{name}.weight")) for part in place.parts]
-    layer_of = {part.format(layer=layer): layer for part in parts for layer in range(layers)}
-    wanted = adapters(hf)
-    if others := sorted({_end(name) for name in wanted if name not in layer_of}):
-        modules = dict(hf.named_modules())
-        there = sorted({_end(name) for name in layer_of if name.removesuffix(".weight") in modules})
+    add_adapters(hf, settings, DISTRIBUTION)
+    layer_of, wanted = adaptable_weights(hf, places, layers), adapters(hf)
+    if others := sorted({_in_layer(name) for name in wanted if name not in layer_of}):
+        there = sorted({_in_layer(name) for name in layer_of})
         raise ModelError(
             f"no adapters for {', '.join(others)} of {path}: the trainer 'megatron' has adapters for {', '.join(there)}"
             " (not for experts, latent attention or heads). Name some of these in lora.target_modules, or use backend:"
             " fsdp"
         )
-    per_stage = layers // stages
-    empty = sorted(set(range(stages)) - {layer_of[name] // per_stage for name in wanted})
+    per_part = layers // parts
+    empty = sorted(set(range(parts)) - {layer_of[name] // per_part for name in wanted})
     if empty:
-        first = empty[0] * per_stage
+        first = empty[0] * per_part
         raise ModelError(
-            f"the layers {first} to {first + per_stage - 1} of {path}, a stage of {stages}, get no adapters, so nothing"
-            " in them learns; choose lora.target_modules of every stage, or fewer stages (pipeline_parallel x"
+            f"the layers {first} to {first + per_part - 1} of {path}, one of {parts} parts, get no adapters, so"
+            " nothing in them learns; choose lora.target_modules of every part, or fewer parts (pipeline_parallel x"
             " virtual_pipeline)"
         )
 
 
-def _end(weight: str) -> str:
-    """Return ``q_proj`` for ``model.layers.0.self_attn.q_proj.weight``."""
-    return weight.removesuffix(".weight").rpartition(".")[-1]
+def _in_layer(weight: str) -> str:
+    """Return ``self_attn.q_proj`` for ``model.layers.0.self_attn.q_proj.weight``."""
+    return re.sub(r"^.*?\.\d+\.", "", weight.removesuffix(".weight"))
 
 
 class AdaptedLinear(nn.Module):

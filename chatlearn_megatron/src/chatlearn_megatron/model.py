@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from chatlearn_core.exceptions import BackendError, ConfigError, ModelError
 from chatlearn_core.protocols import Head, ModelSource, RoleContext
 from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout
-from chatlearn_hf.lora import LoraSettings, adapter_names, adapters, add_adapters
+from chatlearn_hf.lora import LoraSettings, adapter_names, adapters
 from chatlearn_hf.meta_start import build_on_meta, local_directory
 from chatlearn_hf.own_head import trunk_of
 from chatlearn_hf.sequence_rope import give_each_sequence_its_rope
@@ -38,7 +38,7 @@ from chatlearn_megatron.adapters import (
     AdaptedLinear,
     AdaptedRowLinear,
     adapter_places,
-    check_adapters,
+    choose_adapters,
     is_adapter,
 )
 from chatlearn_megatron.attention import (
@@ -51,7 +51,7 @@ from chatlearn_megatron.attention import (
     RMSNorm,
 )
 from chatlearn_megatron.engine_arguments import native
-from chatlearn_megatron.families import DISTRIBUTION, MegatronFamily, family_of
+from chatlearn_megatron.families import MegatronFamily, family_of
 from chatlearn_megatron.layouts import refusal, sizes_of_arguments
 from chatlearn_megatron.options import MegatronOptions
 from chatlearn_megatron.parallel import MegatronRanks
@@ -303,9 +303,8 @@ def build_model(
     layout = checkpoint_layout(hf)
     places = dict(family.places(text))
     if options.lora is not None:
-        add_adapters(hf, LoraSettings.of(options.lora), DISTRIBUTION)
-        stages = options.pipeline_parallel * options.virtual_pipeline
-        check_adapters(hf, places, int(arguments["num_layers"]), stages, source.path)
+        parts = options.pipeline_parallel * options.virtual_pipeline
+        choose_adapters(hf, LoraSettings.of(options.lora), places, int(arguments["num_layers"]), parts, source.path)
         places |= adapter_places(places)
     names = {name for entry in layout.tensors for name in entry.names}
     if source.head != "lm" and "score.weight" not in names:

@@ -163,11 +163,13 @@ def adapters(model: PreTrainedModel) -> dict[str, Adapter]:
 
 def adapter_names(model: PreTrainedModel) -> dict[str, tuple[str, str]]:
     """Return original weight name -> names under which peft saves its A and B."""
-    names: dict[str, tuple[str, str]] = {}
-    for weight in adapters(model):
-        module = f"base_model.model.{weight.removesuffix('.weight')}"
-        names[weight] = (f"{module}.lora_A.weight", f"{module}.lora_B.weight")
-    return names
+    return {weight: peft_names(weight) for weight in adapters(model)}
+
+
+def peft_names(weight: str) -> tuple[str, str]:
+    """Return the names under which peft saves A and B of the weight of a module."""
+    module = f"base_model.model.{weight.removesuffix('.weight')}"
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def adapter_config(model: PreTrainedModel, settings: LoraSettings) -> dict[str, Any]:
