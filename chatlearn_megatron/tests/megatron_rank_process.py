@@ -121,6 +121,7 @@ def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
             answer["adapters"].append(_full(trainer, "adapter"))
     answer["forced_gathers"] = len(forced)
     left = [parameter.detach().clone() for parameter in trainer._ready().parameters()]
+    answer["stepped"] = _full(trainer) if job["save"] else {}
     if job["save"]:
         answer["facts"] = trainer.save(Path(job["save"]))
     for _ in range(job["more"]):
@@ -161,6 +162,7 @@ def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
 
         asyncio.run(take())
         answer["taken"] = _full(trainer)
+        answer["taken_adapters"] = _full(trainer, "adapter") if adapted else {}
     trainer.close()
     return answer
 

@@ -12,9 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from chatlearn_core.exceptions import BackendError, CheckpointError
+from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_core.types import TrainBatch
 from chatlearn_hf.heads import load_model
 from chatlearn_hf.lora import LoraSettings, adapter_names, add_adapters, drawn_downs
+from chatlearn_megatron.options import MegatronOptions
+from chatlearn_megatron.trainer import MegatronTrainer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -215,3 +219,105 @@ def test_checkpoints_of_adapters_resume_in_other_layouts(
                 moved = float((expected[tensor_name] - start[tensor_name]).norm())
                 apart = float((tensor - expected[tensor_name]).norm())
                 assert apart <= 0.01 * moved, f"{saved} resumed as {name}: {tensor_name} is {apart:.1e} off {moved:.1e}"
+
+
+def test_a_head_learns_with_the_adapters(
+    run_jobs: Callable[..., Any],
+    model_of: Callable[[str], str],
+    batch: TrainBatch,
+    tmp_path: Path,
+    plain_loss: PlainLoss,
+) -> None:
+    path = model_of("qwen3")
+    layouts: dict[str, tuple[int, dict[str, Any]]] = {
+        "one": (1, {}),
+        "split": (2, {TP: 2, SP: True}),
+        "stages": (2, {PP: 2}),
+    }
+    common = {"model": path, "head": "value", "updates": 2}
+    jobs = {
+        name: common | {"world": world, "options": {"lora": SETTINGS, "learning_rate": 0.1} | options}
+        for name, (world, options) in layouts.items()
+    }
+    jobs |= {
+        f"{name}-saved": job | {"updates": 1, "save": str(tmp_path / name), "more": 1} for name, job in jobs.items()
+    }
+    jobs["resumed"] = jobs["split"] | {"updates": 1, "load": str(tmp_path / "stages")}
+    found = run_jobs(jobs, batch, tmp_path / "jobs")
+    model = load_model(path, "value", attention="eager", seed=0)
+    plain_loss(model, "value", batch)[1].backward()
+    gradient = model.score.weight.grad
+    for name in layouts:
+        [first, last] = (found[name][0][when]["score.weight"] for when in ("before", "after"))
+        assert torch.equal(first, model.score.weight)
+        one_step = found[f"{name}-saved"][0]["stepped"]["score.weight"]
+        assert float((first - one_step - 0.1 * gradient).norm()) <= 1e-4 * float(0.1 * gradient.norm())
+        torch.testing.assert_close(last, found["one"][0]["after"]["score.weight"], rtol=1e-4, atol=1e-6)
+        for tensor_name, tensor in found[name][0]["trained"].items():
+            torch.testing.assert_close(tensor, found["one"][0]["trained"][tensor_name], rtol=1e-4, atol=1e-6)
+    for tensor_name, tensor in found["resumed"][0]["after"].items():
+        torch.testing.assert_close(tensor, found["split"][0]["after"][tensor_name], rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_are_gathered_while_the_next_forward_pass_computes(
+    run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
+) -> None:
+    made = {"model": model_of("llama"), "world": 2, "updates": 2, "options": ADAM}
+    late = {"options": ADAM | {"overlap": True}, "engine": {"ddp": {"bucket_size": 1000}}}
+    found = run_jobs({"at once": made, "late": made | late}, batch, tmp_path / "jobs")
+    for at_once, rank in zip(found["at once"], found["late"], strict=True):
+        for name, tensor in at_once["trained"].items():
+            assert torch.equal(rank["trained"][name], tensor), name
+
+
+def test_adapters_in_bfloat16_have_float32_copies(
+    run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
+) -> None:
+    common = {"model": model_of("qwen3"), "world": 2, "options": ADAM | {"param_dtype": "bfloat16", TP: 2, SP: True}}
+    saving = common | {"updates": 2, "save": str(tmp_path / "saved"), "more": 1}
+    found = run_jobs({"made": saving, "resumed": common | {"load": str(tmp_path / "saved")}}, batch, tmp_path / "jobs")
+    for rank, resumed in zip(found["made"], found["resumed"], strict=True):
+        assert {tensor.dtype for tensor in rank["trained"].values()} == {torch.bfloat16}
+        assert rank["master_dtypes"] == {torch.float32}
+        assert rank["optimizer_elements"] == 3 * rank["adapter_elements"], "two moments and a copy of each adapter"
+        for name, tensor in rank["trained"].items():
+            assert torch.equal(resumed["trained"][name], tensor), name
+
+
+def test_weights_of_another_trainer_come_under_new_adapters(
+    run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
+) -> None:
+    path = model_of("qwen3")
+    sender = run_jobs({"sender": {"model": path, "world": 2, "options": {PP: 2}}}, batch, tmp_path / "sender")["sender"]
+    torch.save([entry for rank in sender for entry in rank["boxes"]], tmp_path / "sent.pt")
+    job = {"model": path, "world": 2, "options": {TP: 2, "lora": SETTINGS}, "take": str(tmp_path / "sent.pt")}
+    for rank in run_jobs({"taker": job}, batch, tmp_path / "taker")["taker"]:
+        assert any(not torch.equal(rank["trained"][name], tensor) for name, tensor in rank["adapters"][0].items())
+        for name, tensor in rank["adapters"][0].items():
+            assert torch.equal(rank["taken_adapters"][name], tensor), "adapters begin anew"
+        for name, tensor in sender[0]["after"].items():
+            assert torch.equal(rank["taken"][name], tensor), name
+
+
+def test_what_fits_no_adapters_is_refused(model_of: Callable[[str], str], tmp_path: Path) -> None:
+    def trainer(**options: Any) -> MegatronTrainer:
+        path = model_of("qwen3")
+        made = MegatronTrainer(
+            MegatronOptions(**options), RoleContext("trainer", ModelSource(path, path), trainable=True)
+        )
+        made.setup()
+        return made
+
+    first = trainer()
+    with pytest.raises(BackendError, match=r"payload 'adapter'.*set options\.lora, or weight_sync\.payload: full"):
+        first.manifest("adapter")
+    first.save(tmp_path / "weights")
+    record = json.loads((tmp_path / "weights" / "trainer.json").read_text())
+    del record["lora"]  # as before there were adapters
+    (tmp_path / "weights" / "trainer.json").write_text(json.dumps(record))
+    first.load(tmp_path / "weights")
+    first.close()
+    second = trainer(lora=SETTINGS)
+    with pytest.raises(CheckpointError, match=r"lora None \(this trainer: .*'rank': 4"):
+        second.load(tmp_path / "weights")
+    second.close()

@@ -270,6 +270,19 @@ def test_checkpoints_resume_in_other_layouts(
 
 @pytest.mark.engine
 @pytest.mark.slow
+def test_a_critic_resumes_bit_for_bit(
+    run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
+) -> None:
+    common = {"model": model_of("qwen3"), "world": 2, "options": ADAM | {TP: 2, SP: True}, "head": "value"}
+    saving = common | {"save": str(tmp_path / "saved"), "more": 1}
+    found = run_jobs({"made": saving, "resumed": common | {"load": str(tmp_path / "saved")}}, batch, tmp_path / "jobs")
+    for made, resumed in zip(found["made"], found["resumed"], strict=True):
+        for name, tensor in made["after"].items():
+            assert torch.equal(resumed["after"][name], tensor), name
+
+
+@pytest.mark.engine
+@pytest.mark.slow
 def test_weights_are_gathered_while_the_next_forward_pass_computes(
     run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
 ) -> None:

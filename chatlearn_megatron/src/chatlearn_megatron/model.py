@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -83,6 +84,12 @@ class PackedGPT(GPTModel):  # type: ignore[misc]  # Megatron-Core is not typed
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         return hidden_states.squeeze(1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """See Megatron-Core, whose models expect the output layer that value and reward heads replace."""
+        state: Any = super() if self.head == "lm" else super(LanguageModule, self)
+        sharded: dict[str, Any] = state.sharded_state_dict(prefix, sharded_offsets, metadata)
+        return sharded
 
 
 @dataclass(slots=True)

@@ -144,7 +144,7 @@ def pieces_of(
             for number in range(2)
         ]
     fused = rows_of(place, parameter.shape[0], shard, heads)
-    parts = torch.split(parameter.view(fused.groups, -1, *parameter.shape[1:]), fused.widths, 1)
+    parts = torch.split(parameter.view(fused.groups, -1, *parameter.shape[1:]), list(fused.widths), 1)
     counts = [fused.groups * width for width in fused.widths]
     return [
         _piece(place, number, shard.rank * count, part, shapes[number], count)
