@@ -217,6 +217,7 @@ BAD_INPUT = [
     truncated_logprobs_of_a_generator_that_returns_no_ids,
     logprobs_of_another_basis_than_declared,
     layout_that_does_not_divide_the_model,
+    adapters_of_modules_that_the_model_lacks,
     ulysses_groups_that_do_not_divide_the_heads,
     native_setting_of_an_option,
 ]
