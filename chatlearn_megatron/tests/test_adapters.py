@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 TP, PP, CP, SP, EP = "tensor_parallel", "pipeline_parallel", "context_parallel", "sequence_parallel", "expert_parallel"
 SETTINGS: dict[str, Any] = {"rank": 4, "alpha": 8.0}
 SOME = SETTINGS | {"target_modules": ["k_proj", "up_proj", "down_proj"]}
+LATENT = SETTINGS | {"target_modules": ["o_proj"]}
+"""The one projection of latent attention that can have adapters."""
 UPDATES = 3
 Case = tuple[str, int, dict[str, Any]]
 CASES: dict[str, Case] = {
@@ -47,6 +49,7 @@ THOROUGH: dict[str, Case] = {
     "fused tokens": ("gpt2", 2, {TP: 2, SP: True}),
     "experts": ("qwen3_moe", 2, {EP: 2}),
     "spread experts": ("qwen3_moe", 4, {TP: 2, SP: True, EP: 2}),
+    "latent": ("deepseek_v3", 2, {TP: 2, SP: True, "lora": LATENT}),
 }
 PlainLoss = Callable[..., tuple[dict[str, torch.Tensor], torch.Tensor]]
 Tensors = Mapping[str, torch.Tensor]

@@ -217,7 +217,6 @@ def test_the_plan_sees_the_sizes_that_the_run_has(family: str) -> None:
     [
         *((family, {}) for family in ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt2", "deepseek_v3", "mistral")),
         ("qwen3_moe", {"mlp_only_layers": [1]}),
-        ("deepseek_v3", {"first_k_dense_replace": 0}),
     ],
 )
 def test_the_plan_sees_the_modules_that_can_have_adapters(family: str, fields: dict[str, object]) -> None:

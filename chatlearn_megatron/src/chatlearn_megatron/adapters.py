@@ -67,8 +67,14 @@ def first_of_module(place: Place, number: int) -> int:
 
 
 def adaptable_weights(hf: PreTrainedModel, places: Mapping[str, Place], layers: int) -> dict[str, int]:
-    """Return the names of a transformers model's weights that can have adapters, with the index of their layer."""
-    parts = [part.name for name in ADAPTED_LINEARS if (place := places.get(f"{name}.weight")) for part in place.parts]
+    """Return the names of a transformers model's weights that can have adapters, with the index of their layer.
+
+    In a mixture of experts these are weights of attention only: peft reads adapters of its dense MLPs as experts'.
+    """
+    linears = [name for name in ADAPTED_LINEARS if f"{name}.weight" in places]
+    if any(place.expert for place in places.values()):
+        linears = [name for name in linears if ".mlp." not in name]
+    parts = [part.name for name in linears for part in places[f"{name}.weight"].parts]
     found = {part.format(layer=layer): layer for layer in range(layers) for part in parts}
     modules = dict(hf.named_modules())
     return {name: layer for name, layer in found.items() if name.removesuffix(".weight") in modules}
@@ -97,7 +103,7 @@ def choose_adapters(
         there = sorted({_in_layer(name) for name in layer_of})
         raise ModelError(
             f"no adapters for {', '.join(others)} of {path}: the trainer 'megatron' has adapters for {', '.join(there)}"
-            " (not for experts, latent attention or heads). Name some of these in lora.target_modules, or use backend:"
+            " (not for experts and MLPs beside them, latent attention or heads). Name some of these in lora.target_modules, or use backend:"
             " fsdp"
         )
     per_part = layers // parts

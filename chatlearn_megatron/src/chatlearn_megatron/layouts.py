@@ -107,16 +107,15 @@ def adapted_modules(config: Mapping[str, Any]) -> tuple[str, ...] | None:
     for a type that only a family knows.
     """
     kind = config.get("model_type")
-    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     if kind == "gpt2":
         return "c_attn", "c_proj", "c_fc"
     if kind in ("llama", "mistral", "qwen2", "qwen3"):
-        return attention + mlp
+        return *attention, "gate_proj", "up_proj", "down_proj"
     if kind == "qwen3_moe":
-        has_dense_layers = bool(config.get("mlp_only_layers")) or config.get("decoder_sparse_step", 1) > 1
-        return attention + (mlp if has_dense_layers else ())
+        return attention
     if kind == "deepseek_v3":
-        return ("o_proj",) + (mlp if config.get("first_k_dense_replace") else ())
+        return ("o_proj",)
     return None
 
 
@@ -127,11 +126,12 @@ def adapter_problems(options: MegatronOptions, config: Mapping[str, Any]) -> lis
         return []
     targets, there = options.lora.target_modules, ", ".join(names)
     if targets == "all-linear":
-        if config["model_type"] != "deepseek_v3":
+        has_dense_layers = bool(config.get("mlp_only_layers")) or config.get("decoder_sparse_step", 1) > 1
+        if config["model_type"] != "deepseek_v3" and not has_dense_layers:
             return []
         return [
-            "lora.target_modules all-linear includes latent attention and shared experts, which have no adapters here;"
-            f" name modules, which may be {there}, or use backend: fsdp"
+            "lora.target_modules all-linear includes latent attention, or MLPs of a mixture of experts, which have no"
+            f" adapters here; name modules, which may be {there}, or use backend: fsdp"
         ]
     return [
         f"lora.target_modules {target!r} names no linear layer that can have an adapter; it may be {there}"
