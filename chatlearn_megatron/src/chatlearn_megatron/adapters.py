@@ -103,8 +103,8 @@ def choose_adapters(
         there = sorted({_in_layer(name) for name in layer_of})
         raise ModelError(
             f"no adapters for {', '.join(others)} of {path}: the trainer 'megatron' has adapters for {', '.join(there)}"
-            " (not for experts and MLPs beside them, latent attention or heads). Name some of these in lora.target_modules, or use backend:"
-            " fsdp"
+            " (not for experts and MLPs beside them, latent attention or heads). Name some of these in"
+            " lora.target_modules, or use backend: fsdp"
         )
     per_part = layers // parts
     empty = sorted(set(range(parts)) - {layer_of[name] // per_part for name in wanted})
