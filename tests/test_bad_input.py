@@ -169,9 +169,17 @@ def trainer_over_ranks(recipe: Any, backend: str, ranks: int, **role: Any) -> No
 def layout_that_does_not_divide_the_model(recipe: Any) -> list[str]:
     trainer_over_ranks(recipe, "megatron", 4, options={"tensor_parallel": 4})
     return [
-        "run.yaml, roles.trainer.options: trainer 'megatron' cannot split this qwen3 model over ranks: 4 as they say:",
+        "run.yaml, roles.trainer.options: trainer 'megatron' cannot train this qwen3 model over ranks: 4 as they say:",
         "tensor_parallel 4 does not divide the model's 2 key-value heads; it may be 1, 2",
         "nearest layouts of 4 ranks that fit: {tensor_parallel: 2}; ",
+    ]
+
+
+def adapters_of_modules_that_the_model_lacks(recipe: Any) -> list[str]:
+    trainer_over_ranks(recipe, "megatron", 1, options={"lora": {"target_modules": ["q_proj", "c_attn"]}})
+    return [
+        "run.yaml, roles.trainer.options: trainer 'megatron' cannot train this qwen3 model over ranks: 1 as they say:",
+        "lora.target_modules 'c_attn' names no linear layer that can have an adapter; it may be q_proj, k_proj, ",
     ]
 
 
@@ -209,6 +217,7 @@ BAD_INPUT = [
     truncated_logprobs_of_a_generator_that_returns_no_ids,
     logprobs_of_another_basis_than_declared,
     layout_that_does_not_divide_the_model,
+    adapters_of_modules_that_the_model_lacks,
     ulysses_groups_that_do_not_divide_the_heads,
     native_setting_of_an_option,
 ]

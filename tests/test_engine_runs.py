@@ -227,6 +227,30 @@ def test_grpo_with_megatron_ranks_and_vllm(tmp_path: Path) -> None:
     assert_starts_at_the_reference(steps)
 
 
+ADAPTED = [(128, 128), (128, 64), (128, 64), (128, 128), (128, 128), (128, 128), (128, 128)]
+"""Inputs and outputs of the linear layers in each of the two layers of the tiny model."""
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_grpo_with_adapters_of_megatron_ranks_and_vllm(tmp_path: Path) -> None:
+    """Only the adapters of two tensor parallel ranks travel; the reference is the model without them."""
+    options = {"learning_rate": 1e-2, "num_threads": 1, "tensor_parallel": 2, "lora": {"rank": 4, "alpha": 8.0}}
+    served = {"num_threads": 1, "lora": {"max_rank": 8}}
+    steps = assert_trains(
+        tmp_path,
+        {"backend": "vllm", "options": served, "engine": {"kv_cache_memory_bytes": 64 << 20}},
+        trainer={"backend": "megatron", "ranks": 2, "options": options},
+        roles={"reference": OTHER_TRAINER},
+        algorithm={"name": "grpo", "options": {"group_size": 4, "kl_coef": 0.1, "kl_placement": "reward"}},
+        **ON_RAY,
+        weight_sync={"backend": "broadcast", "payload": "adapter"},
+    )
+    assert_starts_at_the_reference(steps)
+    in_layer = sum(4 * (inputs + outputs) for inputs, outputs in ADAPTED)
+    assert {step["sync/bytes"] for step in steps} == {2 * in_layer * 4}
+
+
 @pytest.mark.engine
 def test_a_run_goes_on_with_another_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From FSDP to Megatron after two of three steps: the weights are the same to the bit, and so are the prompts."""

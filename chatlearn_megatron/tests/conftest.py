@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,6 +19,7 @@ from chatlearn_hosting.fork_server import ForkServer
 LENGTHS = [17, 40, 1, 7, 38, 22, 9]
 RANKS_DEADLINE_S = 240.0
 PADDING_ID = 0
+TEMPERATURE = 0.7
 LATENT: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16,
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_hidden_layers": 4, "first_k_dense_replace": 1,
@@ -124,6 +126,48 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         return made[family]
 
     return of
+
+
+def _loss(head: str, outputs: dict[str, torch.Tensor], batch: TrainBatch) -> torch.Tensor:
+    """The loss that the ranks compute in parts."""
+    weight, advantage = batch.token_data["loss_weight"], batch.token_data["advantages"]
+    if head == "lm":
+        return -(weight * (advantage * outputs["logprobs"] + 0.1 * outputs["entropy"])).sum()
+    if head == "value":
+        return (weight * (outputs["values"] - advantage) ** 2).sum()
+    return ((outputs["scores"] - batch.sequence_data["target"]) ** 2).sum()
+
+
+def _plain_loss(model: Any, head: str, batch: TrainBatch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    bounds = batch.cu_seqlens.tolist()
+    outputs: dict[str, list[torch.Tensor]] = {}
+    for start, stop in itertools.pairwise(bounds):
+        tokens = batch.token_ids[start:stop]
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+        if head == "reward":
+            outputs.setdefault("scores", []).append(logits.reshape(-1)[-1:])
+            continue
+        masked = batch.loss_mask[start:stop]
+        first = logits.new_zeros(1)
+        if head == "value":
+            values = torch.cat([first, logits[:-1, 0]])
+            outputs.setdefault("values", []).append(torch.where(masked, values, 0.0))
+            continue
+        rows = (logits[:-1] / TEMPERATURE).log_softmax(-1)
+        chosen = torch.cat([first, rows.gather(-1, tokens[1:, None]).squeeze(-1)])
+        entropy = torch.cat([first, -(rows.exp() * rows).sum(-1)])
+        outputs.setdefault("logprobs", []).append(torch.where(masked, chosen, 0.0))
+        outputs.setdefault("entropy", []).append(torch.where(masked, entropy, 0.0))
+    joined = {name: torch.cat(parts) for name, parts in outputs.items()}
+    return joined, _loss(head, joined, batch)
+
+
+@pytest.fixture(scope="session")
+def plain_loss() -> Callable[..., tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """``plain_loss(model, head, batch)``: outputs [T] or [S] of a transformers model on each sequence alone, and the
+    loss that the ranks compute in parts.
+    """
+    return _plain_loss
 
 
 def _run_jobs(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from chatlearn_core.protocols import LossOutput, ModelSource, RoleContext
-from chatlearn_core.types import Box, OutputRequest, Outputs, TrainBatch, WeightShard
+from chatlearn_core.types import Box, OutputRequest, Outputs, Payload, TrainBatch, WeightShard
 from chatlearn_hf.meta_start import CheckpointFiles
 from chatlearn_megatron.options import MegatronOptions
 from chatlearn_megatron.trainer import MegatronTrainer
@@ -83,6 +83,8 @@ def _count_forced_gathers(trainer: MegatronTrainer) -> list[Any]:
 def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
     """Do what the job says, and return what the rank saw.
 
+    With adapters the answer has their tensors before and after every update.
+
     Keys: ``model``, ``head``, ``world``, ``options``, ``engine``, ``updates``; ``load`` and ``save``: directories of
     checkpoints, ``more``: updates after saving; ``export``: a model directory to write; ``take``: file of another
     trainer's stream of boxes, which this one follows at the end.
@@ -110,12 +112,16 @@ def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
     request = OutputRequest(frozenset(REQUESTS[job["head"]]), TEMPERATURE, {"k": 3, "ids": "chosen"})
     answer["computed"] = trainer.compute(mine, request)
     forced = _count_forced_gathers(trainer)
-    answer["metrics"] = [
-        {name: metric.total for name, metric in trainer.update(mine, HeadLoss(job["head"])).items()}
-        for _ in range(job["updates"])
-    ]
+    adapted = trainer.options.lora is not None
+    answer["metrics"], answer["adapters"] = [], [_full(trainer, "adapter")] if adapted else []
+    for _ in range(job["updates"]):
+        metrics = trainer.update(mine, HeadLoss(job["head"]))
+        answer["metrics"].append({name: metric.total for name, metric in metrics.items()})
+        if adapted:
+            answer["adapters"].append(_full(trainer, "adapter"))
     answer["forced_gathers"] = len(forced)
     left = [parameter.detach().clone() for parameter in trainer._ready().parameters()]
+    answer["stepped"] = _full(trainer) if job["save"] else {}
     if job["save"]:
         answer["facts"] = trainer.save(Path(job["save"]))
     for _ in range(job["more"]):
@@ -125,7 +131,15 @@ def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
         answer["gathered_late"] = sum(
             not torch.equal(one, other) for one, other in zip(left, trainer._ready().parameters(), strict=True)
         )
-    answer["master_dtypes"] = {tensor.dtype for tensor in trainer._all_tensors("optimizer") if tensor.dim()}
+    if adapted:
+        answer["trained"] = _full(trainer, "adapter")
+        answer["computed_after"] = trainer.compute(mine, request)
+        answer["adapter_config"] = dict(trainer.manifest("adapter").adapter)
+        answer["adapter_elements"] = sum(piece.view.numel() for piece in trainer._ready().adapter_pieces())
+    answer["gradient_elements"] = sum(tensor.numel() for tensor in trainer._all_tensors("gradients"))
+    state = [tensor for tensor in trainer._all_tensors("optimizer") if tensor.dim()]
+    answer["optimizer_elements"] = sum(tensor.numel() for tensor in state)
+    answer["master_dtypes"] = {tensor.dtype for tensor in state}
     if job["export"]:
         trainer.export_model(Path(job["export"]))
     answer["boxes"] = [
@@ -148,12 +162,13 @@ def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
 
         asyncio.run(take())
         answer["taken"] = _full(trainer)
+        answer["taken_adapters"] = _full(trainer, "adapter") if adapted else {}
     trainer.close()
     return answer
 
 
-def _full(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-    return {shard.name: shard.tensor.clone() for shard in trainer.weights()}
+def _full(trainer: MegatronTrainer, payload: Payload = "full") -> dict[str, torch.Tensor]:
+    return {shard.name: shard.tensor.clone() for shard in trainer.weights(payload=payload)}
 
 
 def main(number: str, folder: str) -> None:

@@ -26,6 +26,8 @@ from chatlearn_megatron.engine_arguments import (
 from chatlearn_megatron.layouts import (
     OPTIONS,
     ModelSizes,
+    adapted_modules,
+    adapter_problems,
     layout_of,
     layout_problems,
     nearest_layouts,
@@ -44,6 +46,7 @@ from chatlearn_megatron.options import MegatronOptions
         ({"expert_parallel": 2, "tensor_parallel": 2, "expert_tensor_parallel": 1}, "needs sequence_parallel: true"),
         ({"expert_tensor_parallel": 2}, "expert_tensor_parallel 2 does not divide tensor_parallel 1"),
         ({"tensor_paralel": 2}, "tensor_paralel"),
+        ({"lora": {"dropout": 0.1}}, "lora.dropout is 0.1, .* set lora.dropout: 0, or use backend: fsdp"),
     ],
 )
 def test_combinations_that_do_not_exist(options: dict[str, object], message: str) -> None:
@@ -206,6 +209,80 @@ def test_the_plan_sees_the_sizes_that_the_run_has(family: str) -> None:
         family_of(config, "model").arguments(config), config.vocab_size
     )
     assert sizes_of_config({"model_type": "acme", "vocab_size": 3}) is None
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        *((family, {}) for family in ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt2", "deepseek_v3", "mistral")),
+        ("qwen3_moe", {"mlp_only_layers": [1]}),
+    ],
+)
+def test_the_plan_sees_the_modules_that_can_have_adapters(family: str, fields: dict[str, object]) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from chatlearn_megatron.adapters import adaptable_weights
+    from chatlearn_megatron.families import family_of
+
+    config = AutoConfig.for_model(family, num_hidden_layers=2, **fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = adaptable_weights(model, family_of(config, "model").places(config), 2)
+    planned = adapted_modules(config.to_dict())
+    assert planned is not None
+    assert {name.split(".")[-2] for name in found} == set(planned)
+    assert adapted_modules({"model_type": "acme"}) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "lines"),
+    [
+        ("qwen3", "all-linear", []),
+        ("qwen3", ["q_proj", "mlp.up_proj"], []),
+        ("qwen3", ["c_attn", "lm_head"], [r"'c_attn' .* may be q_proj, k_proj, .*down_proj", "'lm_head' names no"]),
+        ("gpt2", ["q_proj"], ["'q_proj' names no linear layer .* it may be c_attn, c_proj, c_fc"]),
+        ("qwen3_moe", ["gate_proj"], ["'gate_proj' names no .* it may be q_proj, k_proj, v_proj, o_proj$"]),
+        ("deepseek_v3", "all-linear", ["includes latent attention, .* may be o_proj.*backend: fsdp"]),
+        ("qwen3_moe", "all-linear", []),
+        ("deepseek_v3", ["kv_b_proj"], ["'kv_b_proj' names no linear layer"]),
+        ("acme", ["anything"], []),
+    ],
+)
+def test_adapters_that_the_plan_refuses(family: str, targets: object, lines: list[str]) -> None:
+    options = MegatronOptions.model_validate({"lora": {"target_modules": targets}})
+    found = adapter_problems(options, {"model_type": family})
+    assert len(found) == len(lines)
+    for line, pattern in zip(found, lines, strict=True):
+        assert re.search(pattern, line)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("qwen3", {"lora": {"target_modules": ["c_attn"]}}, "matches no module .* linear layers are .*q_proj"),
+        ("llama", {"lora": {"target_modules": ["lm_head"]}}, "no adapters for lm_head of .* mlp.down_proj, .*not for"),
+        (
+            "qwen3",
+            {"lora": {"target_modules": ["layers.0.self_attn.q_proj"]}, "pipeline_parallel": 2},
+            "the layers 1 to 1 of .* one of 2 parts, get no adapters",
+        ),
+    ],
+)
+def test_adapters_that_the_start_refuses(family: str, options: dict[str, object], message: str, tmp_path: Path) -> None:
+    from chatlearn_hf.lora import LoraSettings
+    from chatlearn_hf.meta_start import build_on_meta
+    from chatlearn_megatron.adapters import choose_adapters
+    from chatlearn_megatron.families import family_of
+
+    model = build_on_meta(build_tiny_model(tmp_path, family, tie=False), attention="eager")
+    chosen = MegatronOptions(**options)  # type: ignore[arg-type]
+    assert chosen.lora is not None
+    settings, places = LoraSettings.of(chosen.lora), family_of(model.config, "model").places(model.config)
+    with pytest.raises(ModelError, match=message):
+        choose_adapters(model, settings, places, 2, chosen.pipeline_parallel, "it")
 
 
 @pytest.mark.engine

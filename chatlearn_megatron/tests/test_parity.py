@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from chatlearn_core.types import TrainBatch
 from chatlearn_hf.checkpoint_names import checkpoint_layout, checkpoint_tensors
 from chatlearn_hf.heads import load_model
 
-TEMPERATURE = 0.7
 TP, PP, CP, SP, EP = "tensor_parallel", "pipeline_parallel", "context_parallel", "sequence_parallel", "expert_parallel"
 LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "qwen3": [
@@ -57,6 +55,7 @@ THOROUGH: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "mistral": [(2, {TP: 2})],
 }
 """Further combinations; ranks that no option names are data parallel."""
+PlainLoss = Callable[[PreTrainedModel, str, TrainBatch], tuple[dict[str, torch.Tensor], torch.Tensor]]
 CASES = [(family, world, options) for family, layouts in LAYOUTS.items() for world, options in layouts]
 
 
@@ -100,40 +99,12 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("parity")
 
 
-def _loss(head: str, outputs: dict[str, torch.Tensor], batch: TrainBatch) -> torch.Tensor:
-    """The loss that the ranks compute in parts."""
-    weight, advantage = batch.token_data["loss_weight"], batch.token_data["advantages"]
-    if head == "lm":
-        return -(weight * (advantage * outputs["logprobs"] + 0.1 * outputs["entropy"])).sum()
-    if head == "value":
-        return (weight * (outputs["values"] - advantage) ** 2).sum()
-    return ((outputs["scores"] - batch.sequence_data["target"]) ** 2).sum()
-
-
-def plain(path: str, head: str, batch: TrainBatch) -> tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
+def plain(
+    path: str, head: str, batch: TrainBatch, plain_loss: PlainLoss
+) -> tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
     """Outputs [T] or [S], loss, and gradients by checkpoint name, from transformers on each sequence alone."""
     model: PreTrainedModel = load_model(path, head, attention="eager", seed=0)  # type: ignore[arg-type]
-    bounds = batch.cu_seqlens.tolist()
-    outputs: dict[str, list[torch.Tensor]] = {}
-    for start, stop in itertools.pairwise(bounds):
-        tokens = batch.token_ids[start:stop]
-        logits = model(input_ids=tokens[None], use_cache=False).logits[0]
-        if head == "reward":
-            outputs.setdefault("scores", []).append(logits.reshape(-1)[-1:])
-            continue
-        masked = batch.loss_mask[start:stop]
-        first = logits.new_zeros(1)
-        if head == "value":
-            values = torch.cat([first, logits[:-1, 0]])
-            outputs.setdefault("values", []).append(torch.where(masked, values, 0.0))
-            continue
-        rows = (logits[:-1] / TEMPERATURE).log_softmax(-1)
-        chosen = torch.cat([first, rows.gather(-1, tokens[1:, None]).squeeze(-1)])
-        entropy = torch.cat([first, -(rows.exp() * rows).sum(-1)])
-        outputs.setdefault("logprobs", []).append(torch.where(masked, chosen, 0.0))
-        outputs.setdefault("entropy", []).append(torch.where(masked, entropy, 0.0))
-    joined = {name: torch.cat(parts) for name, parts in outputs.items()}
-    total = _loss(head, joined, batch)
+    outputs, total = plain_loss(model, head, batch)
     total.backward()
     layout = checkpoint_layout(model)
     with torch.no_grad():
@@ -142,7 +113,7 @@ def plain(path: str, head: str, batch: TrainBatch) -> tuple[dict[str, torch.Tens
         for buffer in model.buffers():
             buffer.zero_()  # an update does not move it
     gradients = {name: tensor.clone() for name, tensor in checkpoint_tensors(model, layout)}
-    return {name: value.detach() for name, value in joined.items()}, float(total.detach()), gradients
+    return {name: value.detach() for name, value in outputs.items()}, float(total.detach()), gradients
 
 
 def files_of(directory: Path | str) -> dict[str, torch.Tensor]:
@@ -153,7 +124,9 @@ def files_of(directory: Path | str) -> dict[str, torch.Tensor]:
     return found
 
 
-def check(answer: list[dict[str, Any]], path: str, head: str, batch: TrainBatch, exported: Path) -> None:
+def check(
+    answer: list[dict[str, Any]], path: str, head: str, batch: TrainBatch, exported: Path, plain_loss: PlainLoss
+) -> None:
     files = files_of(path)
     for rank in answer:
         assert set(rank["before"]) - {"score.weight", "score.bias"} <= set(files) <= {*rank["before"], "lm_head.weight"}
@@ -164,7 +137,7 @@ def check(answer: list[dict[str, Any]], path: str, head: str, batch: TrainBatch,
     written = files_of(exported)
     assert set(written) == set(answer[0]["after"])
     assert all(torch.equal(tensor, answer[0]["after"][name]) for name, tensor in written.items())
-    outputs, loss, gradients = plain(path, head, batch)
+    outputs, loss, gradients = plain(path, head, batch, plain_loss)
     bounds = batch.cu_seqlens.tolist()
     for rank in answer:
         for name, expected in outputs.items():
@@ -201,24 +174,34 @@ def test_a_layout_equals_plain_transformers(
     model_of: Callable[[str], str],
     batch: TrainBatch,
     exports: Path,
+    plain_loss: PlainLoss,
 ) -> None:
-    check(answers[_name(case)], model_of(case[0]), "lm", batch, exports / _name(case))
+    check(answers[_name(case)], model_of(case[0]), "lm", batch, exports / _name(case), plain_loss)
 
 
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["value", "reward"])
 def test_heads_equal_plain_transformers(
-    head: str, answers: Any, model_of: Callable[[str], str], batch: TrainBatch, exports: Path
+    head: str,
+    answers: Any,
+    model_of: Callable[[str], str],
+    batch: TrainBatch,
+    exports: Path,
+    plain_loss: PlainLoss,
 ) -> None:
-    check(answers[head], model_of("qwen3"), head, batch, exports / head)
+    check(answers[head], model_of("qwen3"), head, batch, exports / head, plain_loss)
 
 
 @pytest.mark.engine
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_further_layouts_equal_plain_transformers(
-    run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
+    run_jobs: Callable[..., Any],
+    model_of: Callable[[str], str],
+    batch: TrainBatch,
+    tmp_path: Path,
+    plain_loss: PlainLoss,
 ) -> None:
     cases = [(family, world, options) for family, layouts in THOROUGH.items() for world, options in layouts]
     found = run_jobs(_jobs(cases, {PP: 2}, model_of, tmp_path), batch, tmp_path / "jobs")
@@ -227,7 +210,7 @@ def test_further_layouts_equal_plain_transformers(
         *((head, "qwen3", head) for head in ("value", "reward")),
     ]:
         print(name)  # shown beside a failure
-        check(found[name], model_of(family), head, batch, tmp_path / name)
+        check(found[name], model_of(family), head, batch, tmp_path / name, plain_loss)
 
 
 @pytest.mark.engine
@@ -287,6 +270,19 @@ def test_checkpoints_resume_in_other_layouts(
 
 @pytest.mark.engine
 @pytest.mark.slow
+def test_a_critic_resumes_bit_for_bit(
+    run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
+) -> None:
+    common = {"model": model_of("qwen3"), "world": 2, "options": ADAM | {TP: 2, SP: True}, "head": "value"}
+    saving = common | {"save": str(tmp_path / "saved"), "more": 1}
+    found = run_jobs({"made": saving, "resumed": common | {"load": str(tmp_path / "saved")}}, batch, tmp_path / "jobs")
+    for made, resumed in zip(found["made"], found["resumed"], strict=True):
+        for name, tensor in made["after"].items():
+            assert torch.equal(resumed["after"][name], tensor), name
+
+
+@pytest.mark.engine
+@pytest.mark.slow
 def test_weights_are_gathered_while_the_next_forward_pass_computes(
     run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
 ) -> None:
@@ -305,7 +301,11 @@ def test_weights_are_gathered_while_the_next_forward_pass_computes(
 @pytest.mark.engine
 @pytest.mark.slow
 def test_bfloat16_computes_with_copies_of_float32_weights(
-    run_jobs: Callable[..., Any], model_of: Callable[[str], str], batch: TrainBatch, tmp_path: Path
+    run_jobs: Callable[..., Any],
+    model_of: Callable[[str], str],
+    batch: TrainBatch,
+    tmp_path: Path,
+    plain_loss: PlainLoss,
 ) -> None:
     half = ADAM | {"param_dtype": "bfloat16"}
     layouts: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -320,7 +320,7 @@ def test_bfloat16_computes_with_copies_of_float32_weights(
         jobs[f"{name}-resumed"] = common | {"load": str(tmp_path / name)}
     found = run_jobs(jobs, batch, tmp_path / "jobs")
     for name, (family, _, _) in layouts.items():
-        gradients = plain(model_of(family), "lm", batch)[2]
+        gradients = plain(model_of(family), "lm", batch, plain_loss)[2]
         exact = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in gradients.values()))
         [norm] = [rank["metrics"][0]["grad_norm"] for rank in found[name] if "grad_norm" in rank["metrics"][0]]
         assert norm == pytest.approx(exact, rel=0.05)

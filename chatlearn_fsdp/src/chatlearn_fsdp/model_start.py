@@ -25,7 +25,6 @@ from chatlearn_hf.packed_forward import PackedModel, decoder_layers
 from chatlearn_hf.training_model import log_noise, training_model
 from chatlearn_hf.ulysses import UlyssesGroup, check_heads
 from chatlearn_trainer_kit.offload import own_storage
-from chatlearn_trainer_kit.options import LoraOptions
 from chatlearn_trainer_kit.weight_loader import blend
 
 logger = logging.getLogger(__name__)
@@ -200,7 +199,7 @@ def read_model(
 
 
 def _prepare(model: PreTrainedModel, options: FSDPOptions, context: RoleContext, source: ModelSource) -> PackedModel:
-    lora = lora_settings(options.lora) if options.lora is not None else None
+    lora = LoraSettings.of(options.lora) if options.lora is not None else None
     packed = training_model(
         model,
         source.head,
@@ -214,11 +213,6 @@ def _prepare(model: PreTrainedModel, options: FSDPOptions, context: RoleContext,
         lora_dropout = lora.dropout if lora is not None else 0.0
         log_noise(model, context.role, source.path, dropout=options.dropout, lora_dropout=lora_dropout)
     return packed
-
-
-def lora_settings(options: LoraOptions) -> LoraSettings:
-    """Convert the option to chatlearn_hf's settings."""
-    return LoraSettings(options.rank, options.alpha, options.dropout, options.target_modules)
 
 
 def draw_new_adapters(model: PreTrainedModel, options: FSDPOptions, context: RoleContext) -> None:

@@ -17,7 +17,7 @@ from chatlearn_core.protocols import MemoryPart, RoleContext, WeightLoader
 from chatlearn_core.types import FileFacts, OutputRequest, Outputs, Payload, TrainBatch, WeightManifest, WeightShard
 from chatlearn_fsdp import checkpoint
 from chatlearn_fsdp.engine_arguments import check_engine_arguments
-from chatlearn_fsdp.model_start import draw_new_adapters, lora_settings, read_model, start_model
+from chatlearn_fsdp.model_start import draw_new_adapters, read_model, start_model
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.sharding import RankGroup, free_gathered, join_ranks, mesh_sizes, prepare_backward, whole
 from chatlearn_fsdp.weight_loader import LoadingHooks, ShardedWeightLoader
@@ -214,7 +214,7 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
                 f"trainer role {self.context.role!r}: payload 'adapter' was requested, but the role trains the weights"
                 " themselves; set options.lora, or weight_sync.payload: full"
             )
-        return lora_settings(self.options.lora)
+        return LoraSettings.of(self.options.lora)
 
     def _checkpoint_layout(self) -> CheckpointLayout:
         if self._layout is None:

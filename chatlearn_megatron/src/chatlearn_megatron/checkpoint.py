@@ -1,7 +1,8 @@
 """Resumable checkpoints: Megatron-Core's distributed checkpoint under ``shards/``, random states, ``trainer.json``.
 
-Weights and optimizer state are saved by global names and shapes, so any layout of ranks can read them. ``trainer.json``
-is written last, so a checkpoint without it is incomplete.
+Weights and optimizer state are saved by global names and shapes, so any layout of ranks can read them. With adapters
+the checkpoint contains only what training changes: the adapters, and a value or reward head. ``trainer.json`` is
+written last, so a checkpoint without it is incomplete.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from chatlearn_core.metrics.durable_files import file_facts
 from chatlearn_core.types import FileFacts
 from chatlearn_megatron import cpu_compatibility
 from chatlearn_megatron.model import MegatronModel
+from chatlearn_trainer_kit.options import LoraOptions
 
 FORMAT = 1
 SHARDS, TRAINER_FILE = "shards", "trainer.json"
@@ -71,6 +73,7 @@ class TrainerState:
     optimizer: MegatronOptimizer | None
     updates: int
     device: torch.device
+    lora: LoraOptions | None = None
 
     def identity(self) -> dict[str, Any]:
         """Values that must agree between a checkpoint and the trainer that loads it."""
@@ -79,6 +82,9 @@ class TrainerState:
             "architecture": self.model.hf.config.model_type,
             "head": self.model.head,
             "parameters": sum(torch.Size(shape).numel() for shape in self.model.shapes.values()),
+            "lora": self.lora.model_dump(mode="json", include={"rank", "alpha", "target_modules"})
+            if self.lora
+            else None,
         }
 
 
@@ -150,7 +156,8 @@ def load(directory: Path, state: TrainerState) -> None:
     except _UNREADABLE as error:
         raise _unreadable(shards, error) from error
     for name, chunk in _named_chunks(state.model):
-        chunk.load_state_dict(content[name])
+        # Frozen weights are those that the model directory has.
+        chunk.load_state_dict(content[name], strict=state.lora is None)
     if state.optimizer is not None:
         if with_optimizer:
             with cpu_compatibility.without_cuda_copies(state.device):
@@ -237,8 +244,15 @@ def _named_chunks(model: MegatronModel) -> list[tuple[str, Any]]:
 
 def _content(state: TrainerState, *, with_optimizer: bool, loading: bool) -> dict[str, Any]:
     metadata = METADATA | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    if state.lora is not None:
+        metadata["non_homogeneous_layers"] = True  # some layers may have no adapters
     content: dict[str, Any] = {
-        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(state.model)
+        name: {
+            key: tensor
+            for key, tensor in chunk.sharded_state_dict(metadata=metadata).items()
+            if state.model.trains(key)
+        }
+        for name, chunk in _named_chunks(state.model)
     }
     if with_optimizer and state.optimizer is not None:
         models = content["model"] if len(state.model.chunks) == 1 else dict(content)
@@ -250,7 +264,7 @@ def _read_record(file: Path, state: TrainerState) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError(f"{file.parent} is not a complete trainer checkpoint: {file.name} is missing")
     try:
-        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        record: dict[str, Any] = {"lora": None} | json.loads(file.read_text(encoding="utf-8"))  # older ones lack it
         different = {key: record[key] for key, value in state.identity().items() if record[key] != value}
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(file, error) from error

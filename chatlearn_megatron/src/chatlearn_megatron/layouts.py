@@ -1,4 +1,7 @@
-"""Which layouts of ranks divide a model, and the nearest that do. Imports nothing heavy: a plan is checked with it."""
+"""Which layouts of ranks divide a model, the nearest that do, and which of its modules can have adapters.
+
+Imports nothing heavy: a plan is checked with it.
+"""
 
 from __future__ import annotations
 
@@ -99,6 +102,44 @@ def sizes_of_config(config: Mapping[str, Any]) -> ModelSizes | None:
     return sizes_of_arguments(arguments, vocabulary)
 
 
+def adapted_modules(config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the last names of a model's modules that can have adapters, from the content of its ``config.json``; None
+    for a type that only a family knows.
+    """
+    kind = config.get("model_type")
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    if kind == "gpt2":
+        return "c_attn", "c_proj", "c_fc"
+    if kind in ("llama", "mistral", "qwen2", "qwen3"):
+        return *attention, "gate_proj", "up_proj", "down_proj"
+    if kind == "qwen3_moe":
+        return attention
+    if kind == "deepseek_v3":
+        return ("o_proj",)
+    return None
+
+
+def adapter_problems(options: MegatronOptions, config: Mapping[str, Any]) -> list[str]:
+    """Return each target of ``options.lora`` that cannot have an adapter, with those that can."""
+    names = adapted_modules(config)
+    if options.lora is None or names is None:
+        return []
+    targets, there = options.lora.target_modules, ", ".join(names)
+    if targets == "all-linear":
+        has_dense_layers = bool(config.get("mlp_only_layers")) or config.get("decoder_sparse_step", 1) > 1
+        if config["model_type"] != "deepseek_v3" and not has_dense_layers:
+            return []
+        return [
+            "lora.target_modules all-linear includes latent attention, or MLPs of a mixture of experts, which have no"
+            f" adapters here; name modules, which may be {there}, or use backend: fsdp"
+        ]
+    return [
+        f"lora.target_modules {target!r} names no linear layer that can have an adapter; it may be {there}"
+        for target in targets
+        if target.rpartition(".")[-1] not in names
+    ]
+
+
 def layout_of(options: MegatronOptions) -> Layout:
     """Return the sizes that the options set."""
     return (
@@ -193,4 +234,4 @@ def refusal(sizes: ModelSizes, options: MegatronOptions, ranks: int) -> list[str
 def check_model(options: MegatronOptions, config: Mapping[str, Any], ranks: int) -> list[str]:
     """See ``TrainerSpec.check_model``. A family that a plugin adds is checked when the run starts."""
     sizes = sizes_of_config(config)
-    return refusal(sizes, options, ranks) if sizes is not None else []
+    return [*(refusal(sizes, options, ranks) if sizes is not None else []), *adapter_problems(options, config)]

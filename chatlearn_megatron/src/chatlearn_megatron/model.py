@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -24,6 +26,7 @@ from transformers import PreTrainedModel
 from chatlearn_core.exceptions import BackendError, ConfigError, ModelError
 from chatlearn_core.protocols import Head, ModelSource, RoleContext
 from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout
+from chatlearn_hf.lora import LoraSettings, adapter_names, adapters
 from chatlearn_hf.meta_start import build_on_meta, local_directory
 from chatlearn_hf.own_head import trunk_of
 from chatlearn_hf.sequence_rope import give_each_sequence_its_rope
@@ -31,6 +34,14 @@ from chatlearn_hf.token_outputs import RequestedLogprobs
 from chatlearn_hf.varlen_attention import PackedLayout
 from chatlearn_losses import TokenLogprobs, token_logprobs_from_hidden
 from chatlearn_megatron import cpu_compatibility
+from chatlearn_megatron.adapters import (
+    AdaptedColumnLinear,
+    AdaptedLinear,
+    AdaptedRowLinear,
+    adapter_places,
+    choose_adapters,
+    is_adapter,
+)
 from chatlearn_megatron.attention import (
     LatentNorm,
     LayerNorm,
@@ -45,7 +56,7 @@ from chatlearn_megatron.families import MegatronFamily, family_of
 from chatlearn_megatron.layouts import refusal, sizes_of_arguments
 from chatlearn_megatron.options import MegatronOptions
 from chatlearn_megatron.parallel import MegatronRanks
-from chatlearn_megatron.pieces import Heads, Piece, Place, pieces_of
+from chatlearn_megatron.pieces import Heads, Piece, Place, pieces_of, rows_of
 from chatlearn_megatron.vocabulary import sharded_logprobs
 
 MAX_LOGITS_ELEMENTS = 1 << 25
@@ -74,6 +85,12 @@ class PackedGPT(GPTModel):  # type: ignore[misc]  # Megatron-Core is not typed
             )
         return hidden_states.squeeze(1)
 
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """See Megatron-Core, whose models expect the output layer that value and reward heads replace."""
+        state: Any = super() if self.head == "lm" else super(LanguageModule, self)
+        sharded: dict[str, Any] = state.sharded_state_dict(prefix, sharded_offsets, metadata)
+        return sharded
+
 
 @dataclass(slots=True)
 class MegatronModel:
@@ -82,7 +99,7 @@ class MegatronModel:
     chunks: list[PackedGPT]
     family: MegatronFamily
     hf: PreTrainedModel
-    """The whole model on the ``meta`` device: configuration, names and shapes."""
+    """The whole model on the ``meta`` device: configuration, names and shapes; with adapters, if there are some."""
     layout: CheckpointLayout
     places: Mapping[str, Place]
     head: Head
@@ -91,8 +108,16 @@ class MegatronModel:
     rotary: nn.Module | None
     shapes: dict[str, tuple[int, ...]] = field(init=False)
     """Shape of every checkpoint tensor by name."""
+    adapter_shapes: dict[str, tuple[int, ...]] = field(init=False)
+    """Shape of every A and B of the adapters, by peft's name."""
 
     def __post_init__(self) -> None:
+        found = adapters(self.hf)
+        self.adapter_shapes = {
+            name: tuple(tensor.shape)
+            for weight, names in adapter_names(self.hf).items()
+            for name, tensor in zip(names, (found[weight].down, found[weight].up), strict=True)
+        }
         self.shapes = {
             name: shape for entry in self.layout.tensors for name, shape in zip(entry.names, entry.shapes, strict=True)
         }
@@ -174,11 +199,29 @@ class MegatronModel:
         for chunk in self.chunks:
             yield from chunk.parameters()
 
+    def trains(self, name: str) -> bool:
+        """Whether training changes a parameter of a chunk: adapters alone, if there are some, and a value or reward
+        head.
+        """
+        return not self.adapter_shapes or is_adapter(name) or name.startswith("score.")
+
+    def adapter_pieces(self) -> Iterator[Piece]:
+        """Yield the parts of the adapters that this rank holds, under peft's names."""
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters():
+                if is_adapter(name):
+                    yield from self.pieces_of(chunk, name, parameter)
+
     def pieces(self) -> Iterator[Piece]:
         """Yield the parts of checkpoint tensors that this rank holds: each chunk's parameters, then its buffers."""
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters():
-                yield from self.pieces_of(chunk, name, parameter)
+                if is_adapter(name):
+                    continue
+                owner = chunk.get_submodule(name.rpartition(".")[0])
+                adapted = isinstance(owner, AdaptedLinear) and name.endswith(".weight")
+                for number, piece in enumerate(self.pieces_of(chunk, name, parameter)):
+                    yield dataclasses.replace(piece, adapter=owner.adapter(number)) if adapted else piece
             for name, buffer in chunk.named_buffers():
                 if _indices(chunk, name, self.ranks)[1] in self.places:
                     yield from self.pieces_of(chunk, name, buffer)
@@ -205,7 +248,7 @@ class MegatronModel:
             ModelError: the family has no place for the parameter, or names a tensor that the checkpoint does not have.
         """
         indices, pattern = _indices(chunk, name, self.ranks)
-        place, shapes = self.places.get(pattern), self.shapes
+        place, shapes = self.places.get(pattern), self.adapter_shapes if is_adapter(name) else self.shapes
         if pattern == "output_layer.weight" and place is not None and place.parts[0].name not in shapes:
             # A tied head has no tensor of its own; the last of several stages holds a copy of the embedding.
             place = self.places["embedding.word_embeddings.weight"]
@@ -251,7 +294,7 @@ def build_model(
         family: where the parameters lie; None takes the one that a plugin registers for the model's type.
 
     Raises:
-        ModelError: the architecture is not supported, or its sizes cannot be split over the ranks.
+        ModelError: the architecture or an adapter is not supported, or sizes cannot be split over the ranks.
         ConfigError: Megatron-Core refuses the configuration.
         BackendError: the attention needs a package that is not installed.
     """
@@ -265,6 +308,11 @@ def build_model(
     device = torch.device(context.device)
     config = _transformer_config(arguments, options, context)
     layout = checkpoint_layout(hf)
+    places = dict(family.places(text))
+    if options.lora is not None:
+        parts = options.pipeline_parallel * options.virtual_pipeline
+        choose_adapters(hf, LoraSettings.of(options.lora), places, int(arguments["num_layers"]), parts, source.path)
+        places |= adapter_places(places)
     names = {name for entry in layout.tensors for name in entry.names}
     if source.head != "lm" and "score.weight" not in names:
         raise ModelError(
@@ -278,7 +326,7 @@ def build_model(
         with cpu_compatibility.without_cuda_copies(device):
             chunk = PackedGPT(
                 config=config,
-                transformer_layer_spec=_layer_spec(config, virtual),
+                transformer_layer_spec=_layer_spec(config, virtual, with_adapters=options.lora is not None),
                 vocab_size=-(-int(text.vocab_size) // options.tensor_parallel) * options.tensor_parallel,
                 max_sequence_length=int(text.max_position_embeddings),
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
@@ -297,11 +345,28 @@ def build_model(
         embedding: Any = type(trunk_of(hf).rotary_emb)
         rotary = embedding(config=text).to(device)
         give_each_sequence_its_rope(rotary)
-    model = MegatronModel(
-        chunks, family, hf, layout, family.places(text), source.head, ranks, options.logits_chunk_tokens, rotary
-    )
+    model = MegatronModel(chunks, family, hf, layout, places, source.head, ranks, options.logits_chunk_tokens, rotary)
+    if options.lora is not None:
+        _adapt(model, recomputes=options.gradient_checkpointing and context.trainable)
     _mark_split_parameters(model)
     return model
+
+
+def _adapt(model: MegatronModel, *, recomputes: bool) -> None:
+    """Add this rank's parts of the adapters to its layers, with undefined values."""
+    wanted, shard, heads = adapters(model.hf), model.ranks.shard(expert=False), _heads(model.config)
+    for chunk in model.chunks:
+        for name, module in list(chunk.named_modules()):
+            if isinstance(module, AdaptedLinear):
+                place, _ = model.place_of(chunk, f"{name}.weight")
+                module.adapt(place, rows_of(place, module.weight.shape[0], shard, heads), wanted)
+        if recomputes and chunk.pre_process:
+            # Megatron-Core recomputes only layers whose input has a gradient, which frozen embeddings do not.
+            chunk.embedding.register_forward_hook(_with_gradient)
+
+
+def _with_gradient(_: Any, __: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_()
 
 
 def _mark_split_parameters(model: MegatronModel) -> None:
@@ -379,8 +444,10 @@ def _config_class(arguments: Mapping[str, Any]) -> type[TransformerConfig]:
     return kind
 
 
-def _layer_spec(config: TransformerConfig, virtual: int | None) -> TransformerBlockSubmodules:
-    """Return Megatron-Core's local layers of this stage, with the attention and norms of this package."""
+def _layer_spec(config: TransformerConfig, virtual: int | None, *, with_adapters: bool) -> TransformerBlockSubmodules:
+    """Return Megatron-Core's local layers of this stage, with the attention and norms of this package, and with linear
+    layers that can have adapters.
+    """
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=virtual)
     norm = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
     for layer in block.layer_specs:
@@ -388,6 +455,13 @@ def _layer_spec(config: TransformerConfig, virtual: int | None) -> TransformerBl
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = norm
         attention = parts.self_attention.submodules
+        if with_adapters:
+            attention.linear_proj = AdaptedRowLinear
+            if not config.multi_latent_attention:
+                attention.linear_qkv = AdaptedColumnLinear
+            if parts.mlp.module is MLP:
+                parts.mlp.submodules.linear_fc1 = AdaptedColumnLinear
+                parts.mlp.submodules.linear_fc2 = AdaptedRowLinear
         if config.multi_latent_attention:
             if not isinstance(multi_latent_attention.TELinear, type):
                 raise BackendError(

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from chatlearn_trainer_kit.options import OptimizerOptions
+from chatlearn_trainer_kit.options import AdapterTrainerOptions
 
 
-class MegatronOptions(OptimizerOptions):
+class MegatronOptions(AdapterTrainerOptions):
     """Options ``roles.<name>.options`` for ``backend: megatron``.
 
     Ranks are ordered as Megatron orders them: tensor, context and data parallel ranks vary in this order, the first
@@ -95,6 +95,11 @@ class MegatronOptions(OptimizerOptions):
             raise ValueError(
                 f"expert_parallel {self.expert_parallel} with tensor_parallel {self.tensor_parallel} needs"
                 " sequence_parallel: true, because Megatron-Core dispatches each token once"
+            )
+        if self.lora is not None and self.lora.dropout:
+            raise ValueError(
+                f"lora.dropout is {self.lora.dropout:g}, but the trainer 'megatron' computes without dropout; set"
+                " lora.dropout: 0, or use backend: fsdp"
             )
         return self
 

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from chatlearn_core.types import Box
+from chatlearn_hf.lora import Adapter
 from chatlearn_megatron.parallel import Shard
 
 Kind = Literal["whole", "rows", "columns", "gated", "qkv"]
@@ -56,6 +58,15 @@ class Heads:
 
 
 @dataclass(slots=True, frozen=True)
+class Rows:
+    """How the rows of a parameter follow each other: in groups, of which each has some rows of every part."""
+
+    groups: int
+    widths: tuple[int, ...]
+    """Rows of each part in a group."""
+
+
+@dataclass(slots=True, frozen=True)
 class Piece:
     """A part of a checkpoint tensor that this rank holds."""
 
@@ -64,10 +75,17 @@ class Piece:
     view: Tensor
     """Writable view of the parameter. Its elements are those of the box in order, but its shape may have more
     dimensions."""
+    adapter: Adapter | None = None
+    """Of the same rows and columns."""
 
     def tensor(self) -> Tensor:
         """Return the part in the box's shape; a view where the parameter has such a view, otherwise a copy."""
         return self.view.detach().reshape(self.extent)
+
+    def merged(self) -> Tensor:
+        """Return the part in the box's shape with its adapter merged in; without one, see ``tensor``."""
+        weight, adapter = self.tensor(), self.adapter
+        return weight if adapter is None else adapter.merge(weight, adapter.down, adapter.up)
 
     def copy_(self, source: Tensor, decay: float = 0.0) -> None:
         """Set ``part = decay * part + (1 - decay) * source``; ``source`` has the box's shape."""
@@ -81,6 +99,14 @@ class Piece:
     def extent(self) -> tuple[int, ...]:
         """Shape of the box."""
         return tuple(last - first for first, last in self.box)
+
+
+def rows_of(place: Place, held: int, shard: Shard, heads: Heads) -> Rows:
+    """Return how the ``held`` rows of a rank's parameter follow each other."""
+    if place.kind == "qkv":
+        per_group = heads.query // heads.key
+        return Rows(heads.key // shard.size, (per_group * heads.size, heads.size, heads.size))
+    return Rows(1, (held // len(place.parts),) * len(place.parts))
 
 
 def pieces_of(
@@ -117,15 +143,13 @@ def pieces_of(
             _piece(place, number, shard.rank * held, parameter[number * held : (number + 1) * held], shapes[number])
             for number in range(2)
         ]
-    groups, per_group = heads.key // shard.size, heads.query // heads.key
-    by_group = parameter.view(groups, per_group + 2, heads.size, *parameter.shape[1:])
-    found: list[Piece] = []
-    for number, (start, stop) in enumerate(
-        [(0, per_group), (per_group, per_group + 1), (per_group + 1, per_group + 2)]
-    ):
-        count = groups * (stop - start) * heads.size
-        found.append(_piece(place, number, shard.rank * count, by_group[:, start:stop], shapes[number], count))
-    return found
+    fused = rows_of(place, parameter.shape[0], shard, heads)
+    parts = torch.split(parameter.view(fused.groups, -1, *parameter.shape[1:]), list(fused.widths), 1)
+    counts = [fused.groups * width for width in fused.widths]
+    return [
+        _piece(place, number, shard.rank * count, part, shapes[number], count)
+        for number, (part, count) in enumerate(zip(parts, counts, strict=True))
+    ]
 
 
 def _piece(
@@ -138,5 +162,5 @@ def _piece(
     first, rows = part.first + first, rows if rows is not None else view.shape[0]
     if not place.transposed:
         return Piece(part.name, ((first, first + rows), *((0, size) for size in shape[1:])), view)
-    # [groups, heads, size, inputs] or [rows, inputs] in the parameter; [inputs, rows] in the checkpoint.
+    # [groups, rows, inputs] or [rows, inputs] in the parameter; [inputs, rows] in the checkpoint.
     return Piece(part.name, ((0, shape[0]), (first, first + rows)), view.movedim(-1, 0))

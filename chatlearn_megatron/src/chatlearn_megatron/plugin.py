@@ -14,7 +14,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
     return [
         TrainerSpec(
             name="megatron",
-            summary="Megatron-Core: tensor, pipeline, context and expert parallelism, distributed optimizer",
+            summary="Megatron-Core: tensor, pipeline, context and expert parallelism, distributed optimizer, LoRA",
             factory="chatlearn_megatron.trainer:MegatronTrainer",
             options="chatlearn_megatron.options:MegatronOptions",
             check_engine="chatlearn_megatron.engine_arguments:engine_problems",
@@ -35,6 +35,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
                 }
             ),
             exports=frozenset({"full_tensors", "boxes"}),
+            payloads=frozenset({"full", "adapter"}),
             channels=frozenset({"tensors", "boxes"}),
             parallel={
                 "tp": "tensor_parallel",

@@ -34,8 +34,10 @@ from chatlearn_core.types import (
     WeightManifest,
     WeightShard,
 )
+from chatlearn_hf.lora import LoraSettings
 from chatlearn_hf.token_outputs import TokenOutputs
 from chatlearn_hf.varlen_attention import PackedLayout
+from chatlearn_hf.weight_export import adapter_manifest
 from chatlearn_megatron import checkpoint
 from chatlearn_megatron.attention import PackedRows
 from chatlearn_megatron.engine_arguments import check_engine_arguments, native
@@ -45,10 +47,12 @@ from chatlearn_megatron.parallel import MegatronRanks, join_ranks
 from chatlearn_megatron.weight_loader import LoadingHooks, PieceLoader
 from chatlearn_megatron.weights import (
     Holders,
+    draw_adapters,
     export_model,
     find_holders,
     manifest_of,
     read_weights,
+    stream_adapter,
     stream_boxes,
     stream_full,
 )
@@ -109,13 +113,15 @@ class MegatronTrainer(RankTrainer[MegatronModel, MegatronOptimizer]):
         self._ranks = join_ranks(options, context)
         torch.manual_seed(context.seed + context.rank)
         model = build_model(options, context, self._source, self._ranks)
-        for parameter in model.parameters():
-            parameter.requires_grad_(context.trainable)
+        for chunk in model.chunks:
+            for name, parameter in chunk.named_parameters():
+                parameter.requires_grad_(context.trainable and model.trains(name))
         self._replicas = [self._replica(model, chunk) for chunk in model.chunks]
         self._model = model
         self._holders = find_holders(model)
         self._zero_padding(model)
         read_weights(model, self._source, context.seed)
+        draw_adapters(model, context.seed)
         if context.trainable:
             self._optimizer = self._build_optimizer()
         self._ranks.barrier()
@@ -223,30 +229,36 @@ class MegatronTrainer(RankTrainer[MegatronModel, MegatronOptimizer]):
         self._require_ranks().barrier()
 
     def manifest(self, payload: Payload = "full") -> WeightManifest:
-        self._check_payload(payload)
-        return manifest_of(self._ready())
+        model = self._ready()
+        if payload == "adapter":
+            return adapter_manifest(model.hf, self._adapter_settings(), model.config.params_dtype)
+        return manifest_of(model)
 
     def weights(self, export: Export = "full_tensors", payload: Payload = "full") -> Iterator[WeightShard]:
         """Stream the weights under checkpoint names, tied ones once. Collective.
 
         ``full_tensors``: every rank gathers every tensor in the same order and yields it whole; the owner, which sends
         it, changes from tensor to tensor so that all ranks own about as many bytes. ``boxes``: every rank yields the
-        parts of its own layers and experts, without communication.
+        parts of its own layers and experts, without communication. Payload ``adapter``: the whole adapters, owned by
+        rank 0.
         """
-        self._check_payload(payload)
         model = self._ready("weights")
+        if payload == "adapter":
+            self._adapter_settings()
+            return stream_adapter(model, self._require_holders())
         if export == "boxes":
             return stream_boxes(model, self._require_holders())
         return stream_full(model, self._require_holders())
 
     # Internal methods
 
-    def _check_payload(self, payload: Payload) -> None:
-        if payload != "full":
+    def _adapter_settings(self) -> LoraSettings:
+        if self.options.lora is None:
             raise BackendError(
-                f"trainer role {self.context.role!r}: payload {payload!r} was requested, but the trainer 'megatron'"
-                " trains no adapters; set weight_sync.payload: full"
+                f"trainer role {self.context.role!r}: payload 'adapter' was requested, but the role trains the weights"
+                " themselves; set options.lora, or weight_sync.payload: full"
             )
+        return LoraSettings.of(self.options.lora)
 
     def _replica(self, model: MegatronModel, chunk: Any) -> Any:
         if not self.context.trainable:
@@ -446,11 +458,14 @@ class MegatronTrainer(RankTrainer[MegatronModel, MegatronOptimizer]):
         """Wait until the head is gathered. Logits are computed by chunks, without the head's module, before whose calls
         Megatron-Core would wait.
         """
-        if self.options.gathers_late and self._optimizer is not None:
-            self._replicas[-1].param_to_bucket_group[model.head_weight].finish_param_sync()
+        head = model.head_weight
+        if self.options.gathers_late and self._optimizer is not None and head.requires_grad:
+            self._replicas[-1].param_to_bucket_group[head].finish_param_sync()
 
     def _take_weights(self, fresh_optimizer: bool) -> None:
-        """Make the optimizer go on from weights that were written into the model."""
+        """Make the optimizer go on from weights that were written into the model, with new adapters if it is fresh."""
+        if fresh_optimizer:
+            draw_adapters(self._ready(may_be_broken=True), self.context.seed)
         if self._optimizer is None:
             self._updates = 0 if fresh_optimizer else self._updates
             return
@@ -481,7 +496,7 @@ class MegatronTrainer(RankTrainer[MegatronModel, MegatronOptimizer]):
         return self._holders
 
     def _state(self, model: MegatronModel) -> checkpoint.TrainerState:
-        return checkpoint.TrainerState(model, self._optimizer, self._updates, self._device)
+        return checkpoint.TrainerState(model, self._optimizer, self._updates, self._device, self.options.lora)
 
     def _all_tensors(self, part: MemoryPart) -> Iterable[Tensor]:
         if self._model is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +17,13 @@ from chatlearn_core.types import Box, WeightManifest, WeightShard
 from chatlearn_core.types.boxes import extent, full_box
 from chatlearn_hf.generation_end import stop_at_end_of_turn
 from chatlearn_hf.heads import drawn_head
+from chatlearn_hf.lora import adapter_names, drawn_downs
 from chatlearn_hf.meta_start import CheckpointFiles, local_directory
 from chatlearn_hf.model_directory import load_tokenizer, wrong_weights
 from chatlearn_hf.progress_bars import no_progress_bars
+from chatlearn_hf.weight_export import EXPORT_OWNER
 from chatlearn_megatron.model import MegatronModel
 from chatlearn_megatron.pieces import Piece
-
-EXPORT_OWNER = 0
-"""The rank that writes model directories."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,7 +31,7 @@ class Holders:
     """Which rank streams which part: the first of those that hold a copy of it. The same on every rank."""
 
     of_tensor: Mapping[str, tuple[tuple[int, Box], ...]]
-    """Checkpoint name -> (rank, box), which together cover the tensor once."""
+    """Checkpoint name, or peft's name -> (rank, box), which together cover the tensor once."""
 
     def streams(self, rank: int, piece: Piece) -> bool:
         """Whether this rank is the first that holds the piece."""
@@ -46,7 +45,8 @@ def find_holders(model: MegatronModel) -> Holders:
         ModelError: a part of a checkpoint tensor lies in no parameter, or in two that differ: such a model would lose
             weights when it is exported.
     """
-    own = [(piece.name, piece.box) for piece in model.pieces()]
+    shapes = model.shapes | model.adapter_shapes
+    own = [(piece.name, piece.box) for piece in (*model.pieces(), *model.adapter_pieces())]
     every: list[list[tuple[str, Box]] | None] = [own]
     if model.ranks.size > 1:
         every = [None] * model.ranks.size
@@ -55,12 +55,12 @@ def find_holders(model: MegatronModel) -> Holders:
     for rank, held in enumerate(every):
         for key in held or ():
             first.setdefault(key, rank)
-    found: dict[str, list[tuple[int, Box]]] = {name: [] for name in model.shapes}
+    found: dict[str, list[tuple[int, Box]]] = {name: [] for name in shapes}
     for (name, box), rank in first.items():
         found[name].append((rank, box))
     wrong = [
         f"{name} {list(shape)}: {sum(torch.Size(extent(box)).numel() for _, box in found[name])} elements"
-        for name, shape in model.shapes.items()
+        for name, shape in shapes.items()
         if sum(torch.Size(extent(box)).numel() for _, box in found[name]) != torch.Size(shape).numel()
     ]
     if wrong:
@@ -101,41 +101,74 @@ def read_weights(model: MegatronModel, source: ModelSource, seed: int, decay: fl
             piece.copy_(drawn[piece.name])
 
 
+def draw_adapters(model: MegatronModel, seed: int) -> None:
+    """Set the adapters, if any, to their initial values, which depend on ``seed`` and the model only."""
+    held: dict[str, list[Piece]] = {}
+    for piece in model.adapter_pieces():
+        held.setdefault(piece.name, []).append(piece)
+    names = adapter_names(model.hf)
+    with torch.no_grad():
+        for weight, down in drawn_downs(model.hf, seed):
+            for piece in held.get(names[weight][0], ()):
+                piece.copy_(down[tuple(slice(first, last) for first, last in piece.box)])
+            for piece in held.get(names[weight][1], ()):
+                piece.view.zero_()
+
+
 def manifest_of(model: MegatronModel) -> WeightManifest:
     """Return the specs of all checkpoint tensors."""
     return model.layout.manifest(model.config.params_dtype)
 
 
 def stream_boxes(model: MegatronModel, holders: Holders) -> Iterator[WeightShard]:
-    """Yield the parts that this rank is the first to hold, without communication; those of all ranks cover every tensor
-    once.
+    """Yield the parts that this rank is the first to hold, with adapters merged, without communication; those of all
+    ranks cover every tensor once.
     """
     rank, shapes, dtype = model.ranks.rank, model.shapes, model.config.params_dtype
     seen: set[tuple[str, Box]] = set()
     for piece in model.pieces():
         if holders.streams(rank, piece) and (piece.name, piece.box) not in seen:
             seen.add((piece.name, piece.box))
-            yield WeightShard(piece.name, shapes[piece.name], piece.box, rank, piece.tensor().to(dtype))
+            yield WeightShard(piece.name, shapes[piece.name], piece.box, rank, piece.merged().to(dtype))
 
 
 def stream_full(model: MegatronModel, holders: Holders) -> Iterator[WeightShard]:
-    """Yield whole tensors, gathered one at a time, on every rank in the manifest's order. Collective.
+    """Yield whole tensors with adapters merged, gathered one at a time, on every rank in the manifest's order.
+    Collective.
 
     Every rank has the gathered tensors, so sending is spread: a tensor's owner is the rank that owns the fewest bytes
     so far, the lowest of several.
     """
+    owned = [0] * model.ranks.size
+    for name, whole in _gathered(model, holders, model.shapes, model.pieces()):
+        owner = owned.index(min(owned))
+        owned[owner] += whole.nbytes
+        shape = tuple(whole.shape)
+        yield WeightShard(name, shape, full_box(shape), owner, whole)
+
+
+def stream_adapter(model: MegatronModel, holders: Holders) -> Iterator[WeightShard]:
+    """Yield the adapters' whole tensors under peft's names, on every rank in the manifest's order. Collective."""
+    for name, whole in _gathered(model, holders, model.adapter_shapes, model.adapter_pieces()):
+        shape = tuple(whole.shape)
+        yield WeightShard(name, shape, full_box(shape), EXPORT_OWNER, whole)
+
+
+def _gathered(
+    model: MegatronModel, holders: Holders, shapes: Mapping[str, tuple[int, ...]], pieces: Iterable[Piece]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole tensors in the order of ``shapes``, put together of the pieces of all ranks."""
     ranks, dtype = model.ranks, model.config.params_dtype
-    owned = [0] * ranks.size
-    held = {(piece.name, piece.box): piece for piece in model.pieces()}
+    held = {(piece.name, piece.box): piece for piece in pieces}
     device = next(model.parameters()).device
-    for name, shape in model.shapes.items():
+    for name, shape in shapes.items():
         boxes = holders.of_tensor[name]
         if ranks.size == 1 and len(boxes) == 1:
-            whole = held[name, boxes[0][1]].tensor().to(dtype)
+            whole = held[name, boxes[0][1]].merged().to(dtype)
         else:
             whole = torch.empty(shape, dtype=dtype, device=device)
             for holder, box in boxes:
-                part = held[name, box].tensor().to(dtype) if ranks.rank == holder else None
+                part = held[name, box].merged().to(dtype) if ranks.rank == holder else None
                 if ranks.size > 1:
                     part = (
                         part.contiguous() if part is not None else torch.empty(extent(box), dtype=dtype, device=device)
@@ -143,14 +176,12 @@ def stream_full(model: MegatronModel, holders: Holders) -> Iterator[WeightShard]
                     dist.broadcast(part, src=holder)
                 assert part is not None, "a single rank holds everything"
                 whole[tuple(slice(first, last) for first, last in box)] = part
-        owner = owned.index(min(owned))
-        owned[owner] += whole.nbytes
-        yield WeightShard(name, shape, full_box(shape), owner, whole)
+        yield name, whole
 
 
 def export_model(model: MegatronModel, holders: Holders, source: ModelSource, directory: Path) -> None:
-    """Write ``config.json``, safetensors under checkpoint names, the tokenizer, and the stop tokens. Collective; rank 0
-    writes.
+    """Write ``config.json``, safetensors under checkpoint names with adapters merged, the tokenizer, and the stop
+    tokens. Collective; rank 0 writes.
     """
     writes = model.ranks.rank == EXPORT_OWNER
     gathered: dict[str, Tensor] = {}

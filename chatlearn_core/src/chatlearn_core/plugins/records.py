@@ -106,7 +106,7 @@ class TrainerSpec(BackendRecord):
     not accept to the reason and remedy. Called during validation of a configuration, so its module must import nothing
     heavy. Rules that only the engine knows are checked when the run starts. None: it takes no engine arguments."""
     check_model: ImportString | None = None
-    """``check(options, config, ranks) -> Sequence[str]``: why this many ranks with these options cannot share a model
+    """``check(options, config, ranks) -> Sequence[str]``: why this many ranks with these options cannot train a model
     with this ``config.json``, one sentence each. Called before anything starts; imports nothing heavy."""
     parallel: Mapping[Dimension, str] = field(default_factory=dict)
     """Dimension -> the option that sets its size; data parallelism uses the remaining ranks. A runtime over several

@@ -76,10 +76,10 @@ def check_served_families(loaded: LoadedConfig, models: Mapping[str, ModelFacts]
 
 
 def check_layouts(loaded: LoadedConfig, models: Mapping[str, ModelFacts]) -> None:
-    """Check that the ranks of every trainer can share its model, according to ``TrainerSpec.check_model``.
+    """Check that ranks and options let every trainer train its model, according to ``TrainerSpec.check_model``.
 
     Raises:
-        ConfigError: names role, trainer and every size that does not fit.
+        ConfigError: names role, trainer and everything that does not fit.
     """
     for name, facts in models.items():
         choice = loaded.plugin("roles", name)
@@ -90,7 +90,7 @@ def check_layouts(loaded: LoadedConfig, models: Mapping[str, ModelFacts]) -> Non
         lines = resolve_import_string(record.check_model)(choice.options, facts.config, ranks)
         if lines:
             raise ConfigError(
-                f"{loaded.source}, roles.{name}.options: trainer {record.name!r} cannot split this "
+                f"{loaded.source}, roles.{name}.options: trainer {record.name!r} cannot train this "
                 f"{facts.model_type} model over ranks: {ranks} as they say:" + "".join(f"\n  {line}" for line in lines)
             )
 

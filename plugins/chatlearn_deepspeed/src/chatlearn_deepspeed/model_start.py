@@ -24,7 +24,6 @@ from chatlearn_hf.training_model import log_noise, training_model
 from chatlearn_hf.ulysses import check_heads
 from chatlearn_hf.weight_export import adapter_manifest
 from chatlearn_trainer_kit.offload import own_storage
-from chatlearn_trainer_kit.options import LoraOptions
 
 
 @dataclass(slots=True)
@@ -60,7 +59,7 @@ def start_model(options: DeepSpeedOptions, context: RoleContext, source: ModelSo
     if options.ulysses > 1:
         check_heads(int(model.config.get_text_config().num_attention_heads), options.ulysses)
     layout = checkpoint_layout(model)
-    lora = lora_settings(options.lora) if options.lora is not None else None
+    lora = LoraSettings.of(options.lora) if options.lora is not None else None
     packed = training_model(
         model,
         source.head,
@@ -80,11 +79,6 @@ def start_model(options: DeepSpeedOptions, context: RoleContext, source: ModelSo
         draw_adapters(model, context.seed, _copy)
         manifest = adapter_manifest(model, lora)
     return StartedModel(packed, layout, manifest)
-
-
-def lora_settings(options: LoraOptions) -> LoraSettings:
-    """Convert the option to chatlearn_hf's settings."""
-    return LoraSettings(options.rank, options.alpha, options.dropout, options.target_modules)
 
 
 def stored_tensors(layout: CheckpointLayout, source: ModelSource, seed: int) -> Iterator[tuple[str, Tensor]]:

@@ -17,9 +17,9 @@ import re
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,19 @@ ADAPTER = "default"
 BASE_LAYER = ".base_layer"
 
 
+class LoraFields(Protocol):
+    """A trainer's options of adapters; see ``LoraSettings``."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def dropout(self) -> float: ...
+    @property
+    def target_modules(self) -> tuple[str, ...] | str: ...
+
+
 @dataclass(slots=True, frozen=True)
 class LoraSettings:
     """Settings of the adapters."""
@@ -43,6 +56,11 @@ class LoraSettings:
     dropout: float = 0.0
     target_modules: tuple[str, ...] | str = "all-linear"
     """Endings of module names; ``all-linear`` selects every plain linear layer except the heads."""
+
+    @classmethod
+    def of(cls, options: LoraFields) -> LoraSettings:
+        """Return the settings that a trainer's options say."""
+        return cls(options.rank, options.alpha, options.dropout, options.target_modules)
 
 
 @dataclass(slots=True, frozen=True)
@@ -116,11 +134,19 @@ def draw_adapters(model: PreTrainedModel, seed: int, copy: Callable[[Tensor, Ten
         seed: seed of A.
         copy: ``copy(values, target)`` writes a whole tensor into a live, perhaps sharded one.
     """
-    generator = torch.Generator().manual_seed(seed)
-    for adapter in adapters(model).values():
-        bound = adapter.down.shape[1] ** -0.5
-        copy(torch.empty(adapter.down.shape).uniform_(-bound, bound, generator=generator), adapter.down)
+    for (_, values), adapter in zip(drawn_downs(model, seed), adapters(model).values(), strict=True):
+        copy(values, adapter.down)
         copy(torch.zeros(adapter.up.shape), adapter.up)
+
+
+def drawn_downs(model: PreTrainedModel, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the original name of each adapted weight, and the initial A, in the order of the layers; ``meta`` models
+    work.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, adapter in adapters(model).items():
+        bound = adapter.down.shape[1] ** -0.5
+        yield name, torch.empty(adapter.down.shape).uniform_(-bound, bound, generator=generator)
 
 
 def adapters(model: PreTrainedModel) -> dict[str, Adapter]:
@@ -137,11 +163,13 @@ def adapters(model: PreTrainedModel) -> dict[str, Adapter]:
 
 def adapter_names(model: PreTrainedModel) -> dict[str, tuple[str, str]]:
     """Return original weight name -> names under which peft saves its A and B."""
-    names: dict[str, tuple[str, str]] = {}
-    for weight in adapters(model):
-        module = f"base_model.model.{weight.removesuffix('.weight')}"
-        names[weight] = (f"{module}.lora_A.weight", f"{module}.lora_B.weight")
-    return names
+    return {weight: peft_names(weight) for weight in adapters(model)}
+
+
+def peft_names(weight: str) -> tuple[str, str]:
+    """Return the names under which peft saves A and B of the weight of a module."""
+    module = f"base_model.model.{weight.removesuffix('.weight')}"
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def adapter_config(model: PreTrainedModel, settings: LoraSettings) -> dict[str, Any]:

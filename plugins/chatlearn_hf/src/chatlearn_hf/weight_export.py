@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -62,11 +63,13 @@ def write_model_directory(
     stop_at_end_of_turn(directory, tokenizer)
 
 
-def adapter_manifest(model: PreTrainedModel, settings: LoraSettings) -> WeightManifest:
-    """Return the manifest of the adapters, by peft's names, with their configuration."""
+def adapter_manifest(
+    model: PreTrainedModel, settings: LoraSettings, dtype: torch.dtype | None = None
+) -> WeightManifest:
+    """Return the manifest of the adapters, by peft's names, with their configuration; ``dtype`` replaces theirs."""
     specs: dict[str, TensorSpec] = {}
     adapter_of = adapters(model)
     for weight, names in adapter_names(model).items():
         for name, tensor in zip(names, (adapter_of[weight].down, adapter_of[weight].up), strict=True):
-            specs[name] = TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
+            specs[name] = TensorSpec(name, tuple(tensor.shape), dtype_name(dtype or tensor.dtype))
     return WeightManifest(specs, adapter=adapter_config(model, settings))

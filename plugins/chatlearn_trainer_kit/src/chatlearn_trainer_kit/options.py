@@ -59,8 +59,19 @@ class LoraOptions(BaseModel):
     )
 
 
-class PackedTrainerOptions(OptimizerOptions):
-    """Options that trainers of transformers models share: packing, attention, sequence parallelism, adapters."""
+class AdapterTrainerOptions(OptimizerOptions):
+    """Options of trainers that train a model's weights or adapters on them."""
+
+    lora: LoraOptions | None = Field(None, description="Adapters to train; null trains the weights.")
+
+    @property
+    def payloads(self) -> frozenset[str]:
+        """Payloads that a trainer with these options can send: adapters only if it trains some."""
+        return frozenset({"full", "adapter"} if self.lora is not None else {"full"})
+
+
+class PackedTrainerOptions(AdapterTrainerOptions):
+    """Options that trainers of transformers models share: packing, attention, sequence parallelism."""
 
     max_tokens_per_micro_batch: int = Field(
         8192, ge=1, description="Token budget of one forward pass; a longer sequence or unit gets its own pass."
@@ -102,15 +113,9 @@ class PackedTrainerOptions(OptimizerOptions):
     experts: Literal["auto", "grouped_mm", "eager"] = Field(
         "auto", description="Mixtures: one grouped matmul, or a loop over experts; auto groups where torch supports it."
     )
-    lora: LoraOptions | None = Field(None, description="Adapters to train; null trains the weights.")
     num_threads: int | None = Field(
         None, ge=1, le=1024, description="Number of torch intra-op threads; null keeps torch's default."
     )
-
-    @property
-    def payloads(self) -> frozenset[str]:
-        """Payloads that a trainer with these options can send: adapters only if it trains some."""
-        return frozenset({"full", "adapter"} if self.lora is not None else {"full"})
 
     @property
     def ranks_per_row(self) -> int:
