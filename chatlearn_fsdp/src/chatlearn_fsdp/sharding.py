@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,13 +24,16 @@ from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types.boxes import Box, extent, full_box, slices
 from chatlearn_fsdp.options import FSDPOptions
-from chatlearn_fsdp.tensor_parallel import MESH_DIMENSION
 from chatlearn_hf.ring_attention import RingGroup
 from chatlearn_hf.token_group import TokenGroup
 from chatlearn_hf.ulysses import UlyssesGroup
 from chatlearn_hosting.rendezvous import group_interfaces
 from chatlearn_hosting.role_group import RoleGroup, join_role_group
 from chatlearn_trainer_kit.weight_loader import blend
+
+_join_number = itertools.count()
+"""Makes the names of a mesh's dimensions unique in this process: DTensor remembers meshes and takes equal ones for the
+same, whose process groups may be those of a trainer that was closed."""
 
 
 @dataclass(slots=True)
@@ -108,17 +112,18 @@ def _make_meshes(
 ) -> RankGroup:
     replicate, shard, per_slice = sizes
     kind = torch.device(context.device).type
-    both, is_copied = ("replicate", "shard"), replicate > 1 or options.zero_stage == 0
+    number, is_copied = next(_join_number), replicate > 1 or options.zero_stage == 0
+    both, tensor = (f"replicate_{number}", f"shard_{number}"), f"tensor_{number}"
     if options.zero_stage == 0:  # ranks that share a slice hold copies, too
         mesh = init_device_mesh(kind, (context.world_size, 1), mesh_dim_names=both)
     elif is_copied:
         mesh = init_device_mesh(kind, (replicate, shard * per_slice), mesh_dim_names=both)
     else:
-        mesh = init_device_mesh(kind, (shard * per_slice,), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(kind, (shard * per_slice,), mesh_dim_names=both[1:])
     layer_mesh, tensor_mesh, sharing = mesh, None, None
     if options.tensor_parallel > 1:
-        of_layers = init_device_mesh(kind, sizes, mesh_dim_names=(*both, MESH_DIMENSION))
-        layer_mesh, tensor_mesh = of_layers[both if is_copied else "shard"], of_layers[MESH_DIMENSION]
+        of_layers = init_device_mesh(kind, sizes, mesh_dim_names=(*both, tensor))
+        layer_mesh, tensor_mesh = of_layers[both if is_copied else both[1]], of_layers[tensor]
     elif per_slice > 1:
         rows = init_device_mesh(kind, (replicate * shard, per_slice), mesh_dim_names=("slice", "row"))
         sharing = (RingGroup if options.ring > 1 else UlyssesGroup)(rows.get_group("row"))

@@ -22,8 +22,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-MESH_DIMENSION = "tensor"
-"""Name of the dimension of a device mesh along which layers are split."""
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 """Linear layers whose outputs are split, with their biases."""
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
@@ -80,7 +78,7 @@ def reduce_copies(root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh
     found = {
         name: _local(parameter.grad)
         for name, parameter in copies.items()
-        if parameter.grad is not None and not _is_split(parameter)
+        if parameter.grad is not None and not _is_split(parameter, mesh)
     }
     if not found:
         return
@@ -92,12 +90,14 @@ def reduce_copies(root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh
         gradient.copy_((part if is_sum else part / size).view_as(gradient))
 
 
-def _is_split(parameter: Tensor) -> bool:
-    """Whether the ranks of a group hold different parts."""
+def _is_split(parameter: Tensor, mesh: DeviceMesh) -> bool:
+    """Whether the ranks of the group hold different parts."""
     if not isinstance(parameter, DTensor):
         return False
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return MESH_DIMENSION in names and not parameter.placements[names.index(MESH_DIMENSION)].is_replicate()
+    names, of_group = parameter.device_mesh.mesh_dim_names, mesh.mesh_dim_names
+    assert names is not None, "FSDP and DTensor keep the names"
+    assert of_group is not None, "sharding.join_ranks names every dimension"
+    return of_group[0] in names and not parameter.placements[names.index(of_group[0])].is_replicate()
 
 
 def _local(tensor: Tensor) -> Tensor:
