@@ -38,6 +38,7 @@ ONE_RANK = (
 TWO_RANKS = (
     Layout("fsdp, 2 ranks", "fsdp", 2, {}),
     Layout("fsdp, Ulysses 2", "fsdp", 2, {"ulysses": 2}),
+    Layout("fsdp, TP 2", "fsdp", 2, {TP: 2}),
     Layout("megatron, DP 2", "megatron", 2, {}),
     Layout("megatron, TP 2 with SP", "megatron", 2, {TP: 2, "sequence_parallel": True}),
     Layout("megatron, PP 2", "megatron", 2, {PP: 2}),

@@ -188,6 +188,14 @@ def ulysses_groups_that_do_not_divide_the_heads(recipe: Any) -> list[str]:
     return ["ulysses 3 does not divide the model's 4 query heads; of 6 ranks it may be 1, 2"]
 
 
+def tensor_parallel_ranks_that_do_not_divide_the_heads(recipe: Any) -> list[str]:
+    trainer_over_ranks(recipe, "fsdp", 4, options={"tensor_parallel": 4})
+    return [
+        "trainer 'fsdp' cannot split this qwen3 model over ranks: 4 as they say:",
+        "tensor_parallel 4 does not divide the model's 2 key-value heads; of 4 ranks it may be 1, 2",
+    ]
+
+
 def native_setting_of_an_option(recipe: Any) -> list[str]:
     trainer_over_ranks(recipe, "deepspeed", 2, engine={"zero_optimization": {"stage": 1}})
     return ["roles.trainer.engine.zero_optimization.stage: ", "set options.zero_stage (got 1)"]
@@ -219,6 +227,7 @@ BAD_INPUT = [
     layout_that_does_not_divide_the_model,
     adapters_of_modules_that_the_model_lacks,
     ulysses_groups_that_do_not_divide_the_heads,
+    tensor_parallel_ranks_that_do_not_divide_the_heads,
     native_setting_of_an_option,
 ]
 

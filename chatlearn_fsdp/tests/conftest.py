@@ -147,7 +147,7 @@ def _run_jobs(
     defaults = dict.fromkeys(("load", "save", "save_beside", "export", "weights", "take", "poison", "loss", "batch"))
     complete = {name: defaults | {"head": "lm", "updates": 1, "options": {}} | job for name, job in jobs.items()}
     for name, job in complete.items():
-        job["world"] = len(job["slices"]) * job["options"].get("ulysses", 1) * job["options"].get("ring", 1)
+        job["world"] = len(job["slices"]) * FSDPOptions(**job["options"]).ranks_per_slice
         # Not tcp: connections of one job may take the port that was free for a later one.
         job["rendezvous"] = f"file://{directory / name}.rendezvous" if job["world"] > 1 else None
     directory.mkdir(parents=True)

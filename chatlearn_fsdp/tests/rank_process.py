@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.plugins.records import Export
 from chatlearn_core.protocols import LossOutput, ModelSource, RoleContext, WeightLoader
-from chatlearn_core.types import OutputRequest, Outputs, TrainBatch, WeightManifest, WeightShard
+from chatlearn_core.types import Box, OutputRequest, Outputs, TrainBatch, WeightManifest, WeightShard
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.sharding import whole
 from chatlearn_fsdp.trainer import FSDPTrainer
@@ -58,18 +58,18 @@ class ReadingCount:
         self.elements = 0
 
     def __enter__(self) -> ReadingCount:
-        self._rows = CheckpointFiles.rows
+        self._box = CheckpointFiles.box
 
-        def rows(files: CheckpointFiles, name: str, first: int, last: int) -> torch.Tensor:
-            read = self._rows(files, name, first, last)
+        def box(files: CheckpointFiles, name: str, box: Box) -> torch.Tensor:
+            read = self._box(files, name, box)
             self.elements += read.numel()
             return read
 
-        CheckpointFiles.rows = rows  # type: ignore[method-assign]  # counted, then put back
+        CheckpointFiles.box = box  # type: ignore[method-assign]  # counted, then put back
         return self
 
     def __exit__(self, *_: object) -> None:
-        CheckpointFiles.rows = self._rows  # type: ignore[method-assign]  # as above
+        CheckpointFiles.box = self._box  # type: ignore[method-assign]  # as above
 
 
 class Allocations(TorchDispatchMode):

@@ -27,6 +27,21 @@ def test_ulysses_needs_its_attention() -> None:
         FSDPOptions(ulysses=2, ring=2)
 
 
+def test_layers_are_split_in_one_way() -> None:
+    with pytest.raises(
+        ValidationError, match="tensor_parallel 2 splits layers by heads and ulysses 2 splits rows by tok"
+    ):
+        FSDPOptions(tensor_parallel=2, ulysses=2)
+    with pytest.raises(
+        ValidationError, match="tensor_parallel 2 splits layers by heads and ring 4 splits rows by tokens"
+    ):
+        FSDPOptions(tensor_parallel=2, ring=4)
+    with pytest.raises(
+        ValidationError, match=r"tensor_parallel 2 splits the weights .* set tensor_parallel: 1, or lora: n"
+    ):
+        FSDPOptions.model_validate({"tensor_parallel": 2, "lora": {"rank": 4}})
+
+
 def test_adapters_from_a_file() -> None:
     options = FSDPOptions.model_validate({"lora": {"rank": 8, "target_modules": ["q_proj", "v_proj"]}})
     assert options.lora is not None
@@ -59,7 +74,9 @@ def test_a_stage_that_shards_nothing_refuses_what_needs_shards() -> None:
         FSDPOptions.model_validate({"zero_stage": 0, "dp_replicate": 2}, context={"ranks": 4})
 
 
-@pytest.mark.parametrize("options", [{"dp_shard": 3}, {"ulysses": 3}, {"ring": 3}, {"dp_replicate": 8}])
+@pytest.mark.parametrize(
+    "options", [{"dp_shard": 3}, {"ulysses": 3}, {"ring": 3}, {"tensor_parallel": 3}, {"dp_replicate": 8}]
+)
 def test_sizes_that_do_not_divide_the_ranks_are_refused_where_the_ranks_are_known(options: dict[str, int]) -> None:
     FSDPOptions.model_validate(options)
     FSDPOptions.model_validate(options, context={"ranks": 3 * 8 if "dp_shard" not in options else 3})

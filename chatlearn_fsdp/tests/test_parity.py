@@ -29,6 +29,9 @@ LAYOUTS = {
     "ring3": (EVERYTHING, {"ring": 3}),
     "dp2_ring2": ([[0, 1, 2], [3, 4, 5, 6]], {"ring": 2}),
     "dp2_ulysses2": ([[0, 1, 2], [3, 4, 5, 6]], {"ulysses": 2}),
+    "tp2": (EVERYTHING, {"tensor_parallel": 2}),
+    "dp2_tp2": ([[0, 1, 2], [3, 4, 5, 6]], {"tensor_parallel": 2}),
+    "replicate2_tp2": ([[0, 1, 2, 3, 4, 5, 6], []], {"dp_replicate": 2, "tensor_parallel": 2}),
     "replicate2_ulysses2": ([[0, 1, 2, 3, 4, 5, 6], []], {"dp_replicate": 2, "ulysses": 2}),
 }
 VARIANTS = {
@@ -37,7 +40,7 @@ VARIANTS = {
     "offload": {"cpu_offload": True, "max_tokens_per_micro_batch": 64},
     "checkpointing": {"gradient_checkpointing": True, "logits_chunk_tokens": 16},
 }
-ORDINARY = ("dp2", "dp2_ulysses2", "hsdp2x2")
+ORDINARY = ("dp2", "dp2_ulysses2", "hsdp2x2", "tp2")
 """Layouts that are tested in every variant; the others only packed, and all of them with ``-m matrix``."""
 MIXTURE = {
     "one_eager": (EVERYTHING, {"experts": "eager"}),
@@ -46,7 +49,7 @@ MIXTURE = {
     "ulysses2": (EVERYTHING, {"ulysses": 2}),
     "hsdp2x2": LAYOUTS["hsdp2x2"],
 }
-HEADS = {"dp2": LAYOUTS["dp2"], "ulysses2": LAYOUTS["ulysses2"], "ring2": LAYOUTS["ring2"]}
+HEADS = {"dp2": LAYOUTS["dp2"], "ulysses2": LAYOUTS["ulysses2"], "ring2": LAYOUTS["ring2"], "tp2": LAYOUTS["tp2"]}
 # Sinks and value heads of another size are split over heads, and soft caps and windows in a ring; padded sequences over
 # slices; StableLM raises inside its
 # first comparison, while layers are gathered; GPT-2 keeps its layers under another name.
@@ -57,6 +60,9 @@ FAMILIES = {
     "qwen3_next": ["dp2", "dp4"],
     "stablelm": ["dp2"],
     "gpt2": ["dp2"],
+    "llama": ["tp2"],
+    "mistral": ["tp2"],
+    "qwen2": ["dp2_tp2"],
 }
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
 # The budget cuts the first slice into several micro-batches, the second into fewer.
@@ -70,13 +76,16 @@ ZERO = {
         (1, "hsdp2x2"),
         (2, "ulysses2"),
         (0, "ulysses2"),
+        (3, "tp2"),
+        (1, "dp2_tp2"),
+        (0, "dp2_tp2"),
     )
 }
 
 
 def sharing_of(sizes):
-    """How many ranks share the tokens of a row."""
-    return sizes.get("ulysses", 1) * sizes.get("ring", 1)
+    """How many ranks share a slice."""
+    return sizes.get("ulysses", 1) * sizes.get("ring", 1) * sizes.get("tensor_parallel", 1)
 
 
 def layouts_and_variants():
@@ -115,8 +124,12 @@ def answers(request, run_jobs, seven_sequences, tmp_path_factory):
             slices, sizes = LAYOUTS.get(layout, (EVERYTHING, {}))
             options = sizes | {"max_tokens_per_micro_batch": 80}
             jobs[f"{family}-{layout}"] = {"model": path, "slices": slices, "options": options}
+    biased = str(build_tiny_model(root / "biased", "qwen3", attention_bias=True))
+    jobs["biased-one"] = {"model": biased, "slices": EVERYTHING}
+    jobs["biased-tp2"] = {"model": biased, "slices": EVERYTHING, "options": {"tensor_parallel": 2}}
     jobs["tied-one"] = {"model": tied, "slices": EVERYTHING}
     jobs["tied-dp2"] = {"model": tied, "slices": LAYOUTS["dp2"][0]}
+    jobs["tied-tp2"] = {"model": tied, "slices": EVERYTHING, "options": {"tensor_parallel": 2}}
     jobs["bfloat16-dp2"] = {"model": tied, "slices": LAYOUTS["dp2"][0], "options": {"param_dtype": "bfloat16"}}
     five = {"model": dense, "updates": 5, "weights": True}
     jobs["five-one"] = five | {"slices": EVERYTHING}
@@ -186,12 +199,15 @@ def test_any_zero_stage_equals_one_rank(answers, seven_sequences, layout) -> Non
 
 def test_each_zero_stage_communicates_as_it_says(answers) -> None:
     """Three units (two layers and the rest) and two micro-batches. Stage 3 gathers layers for forward and for backward;
-    stage 2 gathers everything once, stage 1 reduces once, too. All reduce two numbers: micro-batches and norm.
+    stage 2 gathers everything once, stage 1 reduces once, too. All reduce three numbers: micro-batches, norm, and
+    whether everything is finite.
     """
-    for stage, gathered, scattered, reduced in ((3, 10, 6, 2), (2, 3, 6, 2), (1, 3, 3, 2), (0, 0, 0, 5)):
+    for stage, gathered, scattered, reduced in ((3, 10, 6, 3), (2, 3, 6, 3), (1, 3, 3, 3), (0, 0, 0, 6)):
         done = answers[f"zero{stage}_dp2"][0]["communication"]
         found = (done["_allgather_base_"], done["_reduce_scatter_base_"], done["allreduce_"])
         assert found == (gathered, scattered, reduced), (stage, done)
+    # Tensor parallel ranks also reduce the gradients of their copies, all at once.
+    assert answers["zero3_tp2"][0]["communication"]["allreduce_"] == 4
 
 
 def test_between_steps_every_sharding_stage_holds_shards_only(answers) -> None:
@@ -202,6 +218,22 @@ def test_between_steps_every_sharding_stage_holds_shards_only(answers) -> None:
             assert rank["offloaded_bytes"] == 0
 
 
+@pytest.mark.parametrize("stage", ["zero3_tp2", "zero1_dp2_tp2", "zero0_dp2_tp2"])
+def test_copies_of_tensor_parallel_ranks_stay_equal(answers, stage) -> None:
+    """Every rank gathers from its own part of the ranks; what is whole on several must not drift apart."""
+    first, *others = answers[stage]
+    for rank in others:
+        assert all(torch.equal(rank["full"][name], tensor) for name, tensor in first["full"].items())
+
+
+def test_tensor_parallel_ranks_hold_their_part_of_the_weights(answers) -> None:
+    whole = sum(tensor.nbytes for tensor in answers["five-one"][0]["full"].values())
+    for rank in answers["zero3_tp2"]:
+        assert 0.45 * whole < rank["live_bytes"] < 0.6 * whole, "half, norms and buffers"
+    for rank in answers["zero1_dp2_tp2"]:
+        assert 0.2 * whole < rank["live_bytes"] < 0.35 * whole
+
+
 def test_shared_prompts_of_split_groups(run_jobs, grouped_sequences, tmp_path) -> None:
     """Two slices that tear a group, the second with fewer micro-batches, against prompts computed apart."""
     model = str(build_tiny_model(tmp_path / "model", "qwen3", tie=False))
@@ -210,10 +242,13 @@ def test_shared_prompts_of_split_groups(run_jobs, grouped_sequences, tmp_path) -
     jobs = {
         "one": {"model": model, "slices": [list(range(12))], "options": {"share_prompts": False}},
         "dp2": {"model": model, "slices": slices, "options": budget},
+        "tp2": {"model": model, "slices": [list(range(12))], "options": budget | {"tensor_parallel": 2}},
     }
     answers = run_jobs(jobs, grouped_sequences, tmp_path / "answers")
     assert_same_update(answers["dp2"], answers["one"][0])
     assert_same_outputs(answers["dp2"], answers["one"][0], slices, grouped_sequences)
+    assert_same_update(answers["tp2"], answers["one"][0])
+    assert answers["tp2"][0]["metrics"]["perf/computed_tokens"] < answers["one"][0]["metrics"]["perf/computed_tokens"]
     first, second = (rank["metrics"] for rank in answers["dp2"])
     assert first["perf/computed_tokens"] < first["perf/tokens"]
     assert first["perf/micro_batches"] > second["perf/micro_batches"]
@@ -253,8 +288,13 @@ def test_ulysses_of_a_model_whose_rows_cannot_be_packed_is_refused(run_jobs, sev
     assert "Correct for this model: with ulysses 1 and ring 1, attention sdpa, sequences padded" in error
 
 
-def test_tied_weights_stay_one(answers) -> None:
-    assert_same_update(answers["tied-dp2"], answers["tied-one"][0])
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_tied_weights_stay_one(answers, layout) -> None:
+    assert_same_update(answers[f"tied-{layout}"], answers["tied-one"][0])
+
+
+def test_biases_before_and_after_attention_are_split_or_added_once(answers) -> None:
+    assert_same_update(answers["biased-tp2"], answers["biased-one"][0])
 
 
 @pytest.mark.parametrize("job", ["bfloat16-dp2", "bfloat16-zero1"])

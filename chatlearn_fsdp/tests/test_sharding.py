@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import ModelSource, RoleContext
@@ -19,6 +20,7 @@ from chatlearn_testing.listeners import listeners
 
 EVERYTHING = [list(range(7))]
 DP2, DP4 = [[0, 1, 2, 3, 4, 5], [6]], [[0, 1], [2, 3, 4], [5, 6], []]
+TP2 = {"tensor_parallel": 2}
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
 
 
@@ -38,25 +40,33 @@ def answers(run_jobs, seven_sequences, paths):
         # The budget cuts the first slice into more micro-batches than the second, which must keep in step.
         "dense": dense | {"slices": DP2, "options": {"max_tokens_per_micro_batch": 64}},
         "mixture": {"model": str(paths / "mixture"), "slices": DP2, "weights": True, "export": str(paths / "export")},
+        "untrained": dense | {"slices": DP2, "options": TP2, "updates": 0, "export": str(paths / "untrained")},
         "poison": dense | {"slices": [[0, 1, 2], [3, 4, 5, 6]], "poison": "s1"},
     }
-    beside = {"save": str(paths / "waited"), "save_beside": str(paths / "beside")}
-    jobs["beside"] = dense | {"slices": DP2} | beside
-    for name in ("waited", "beside"):
-        jobs[f"load-{name}"] = dense | {"slices": DP2, "load": str(paths / name)}
+    for kind, options in (("", {}), ("tensor-", TP2)):
+        job = dense | {"slices": DP2, "options": options}
+        save = {name: str(paths / f"{kind}{name}") for name in ("waited", "beside")}
+        jobs[f"{kind}beside"] = job | {"save": save["waited"], "save_beside": save["beside"]}
+        for name, directory in save.items():
+            jobs[f"load-{kind}{name}"] = job | {"load": directory}
     worlds = {
         "one": (EVERYTHING, {}),
         "dp4": (DP4, {}),
         "hsdp": (DP4, {"dp_replicate": 2}),
         "ulysses": (DP2, {"ulysses": 2}),
+        "tensor": (DP2, TP2),
     }
     for world, (slices, sizes) in worlds.items():
         jobs[f"save-{world}"] = dense | {"slices": slices, "options": sizes, "save": str(paths / world)}
+        if world == "tensor":
+            continue
         jobs[f"lora-{world}"] = adapted | {
             "slices": slices,
             "options": sizes | LORA,
             "save": str(paths / f"lora-{world}"),
         }
+    jobs["load-tensor"] = dense | {"slices": EVERYTHING, "load": str(paths / "tensor")}
+    jobs["load-into-tensor"] = dense | {"slices": DP2, "options": TP2, "load": str(paths / "dp4")}
     for saved, resumed in (("one", "hsdp"), ("hsdp", "one"), ("dp4", "ulysses"), ("ulysses", "dp4")):
         slices, sizes = worlds[resumed]
         jobs[f"load-{saved}"] = dense | {"slices": slices, "options": sizes, "load": str(paths / saved)}
@@ -82,7 +92,24 @@ class TestSeveralRanks:
             assert sum(read) == total
             assert max(read) < 0.55 * total
 
-    @pytest.mark.parametrize("job", ["dense", "mixture"])
+    def test_tensor_parallel_ranks_read_their_own_parts_only(self, answers, paths) -> None:
+        tensors = load_file(paths / "dense" / "model.safetensors")
+        copied = sum(tensor.numel() for name, tensor in tensors.items() if "layers" in name and "norm" in name)
+        read = [rank["elements_read"] for rank in answers["untrained"]]
+        total = sum(tensor.numel() for tensor in tensors.values())
+        assert sum(read) == total + copied, "two ranks hold each norm of a layer"
+        assert max(read) < 0.3 * total
+
+    def test_tensor_parallel_ranks_stream_and_export_what_they_read_to_the_bit(self, answers, paths) -> None:
+        expected = load_file(paths / "dense" / "model.safetensors")
+        exported = load_file(paths / "untrained" / "model.safetensors")
+        for found in (exported, *(rank["full"] for rank in answers["untrained"])):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        boxes = [box for rank in answers["untrained"] for box in rank["boxes"]]
+        assert any(box[1] != (0, shape[1]) for _, shape, box, _, _ in boxes if len(shape) > 1), "columns are split"
+
+    @pytest.mark.parametrize("job", ["dense", "mixture", "untrained", "save-tensor"])
     def test_both_streams_hold_every_element_once(self, answers, job) -> None:
         full = answers[job][0]["full"]
         count = {name: torch.zeros(tensor.shape) for name, tensor in full.items()}
@@ -108,9 +135,10 @@ class TestSeveralRanks:
     def test_ranks_agree_on_micro_batches(self, answers) -> None:
         assert [rank["metrics"]["perf/micro_batches"] for rank in answers["dense"]] == [2, 1]
 
-    def test_ulysses_ranks_report_their_slice_once(self, answers) -> None:
-        assert [bool(rank["metrics"]) for rank in answers["save-ulysses"]] == [True, False, True, False]
-        tokens = sum(rank["metrics"].get("perf/tokens", 0) for rank in answers["save-ulysses"])
+    @pytest.mark.parametrize("job", ["save-ulysses", "save-tensor"])
+    def test_ranks_that_share_a_slice_report_it_once(self, answers, job) -> None:
+        assert [bool(rank["metrics"]) for rank in answers[job]] == [True, False, True, False]
+        tokens = sum(rank["metrics"].get("perf/tokens", 0) for rank in answers[job])
         assert tokens == answers["save-one"][0]["metrics"]["perf/tokens"]
 
     def test_the_export_computes_the_same_as_the_trainer(self, answers, paths, seven_sequences) -> None:
@@ -125,22 +153,29 @@ class TestSeveralRanks:
         expected = expected * seven_sequences.loss_mask[start:stop]
         torch.testing.assert_close(rank["computed_after"]["logprobs"], expected, atol=1e-5, rtol=0)
 
-    def test_a_checkpoint_written_beside_an_update_resumes_as_one_that_was_waited_for(self, answers, paths) -> None:
+    @pytest.mark.parametrize("kind", ["", "tensor-"])
+    def test_a_checkpoint_written_beside_an_update_resumes_as_one_that_was_waited_for(
+        self, answers, paths, kind
+    ) -> None:
         """Both were saved after the first update; after one more, all three are equal to the bit."""
-        trained, waited, beside = (answers[job] for job in ("beside", "load-waited", "load-beside"))
+        names = (f"{kind}beside", f"load-{kind}waited", f"load-{kind}beside")
+        trained, waited, beside = (answers[job] for job in names)
         for rank in (0, 1):
             for name, tensor in trained[rank]["full"].items():
                 assert torch.equal(waited[rank]["full"][name], tensor), name
                 assert torch.equal(beside[rank]["full"][name], tensor), name
         told = {name for rank in trained for name in rank["written"]}
-        assert told == {str(path.relative_to(paths / "beside")) for path in (paths / "beside").rglob("*.*")}
+        assert told == {str(path.relative_to(paths / names[0])) for path in (paths / names[0]).rglob("*.*")}
 
-    @pytest.mark.parametrize("kind", ["", "lora-"])
-    @pytest.mark.parametrize("saved", ["one", "hsdp", "dp4", "ulysses"])
+    @pytest.mark.parametrize(
+        ("saved", "kind"),
+        [(saved, kind) for saved in ("one", "hsdp", "dp4", "ulysses") for kind in ("", "lora-")]
+        + [("tensor", ""), ("into-tensor", "")],
+    )
     def test_any_world_resumes_from_any_other(self, answers, seven_sequences, saved, kind) -> None:
         """One more update after loading: the same, wherever the checkpoint came from and wherever it goes on."""
         ranks, reference = answers[f"load-{kind}{saved}"], answers[f"load-{kind}one"]
-        first = answers[f"{kind}{saved}" if kind else f"save-{saved}"][0]
+        first = answers[f"{kind}{saved}" if kind else f"save-{saved.removeprefix('into-')}"][0]
         assert ranks[0]["metrics"]["grad_norm"] == pytest.approx(reference[0]["metrics"]["grad_norm"], rel=1e-3)
         assert ranks[0]["metrics"]["grad_norm"] != pytest.approx(first["metrics"]["grad_norm"], rel=1e-3)
         for name, tensor in reference[0]["full"].items():
@@ -205,13 +240,16 @@ def test_a_model_without_views_of_its_checkpoint_is_loaded_whole_with_a_warning(
         ({"zero_stage": 0, "ulysses": 2}, 8, (4, 1, 2)),
         ({"ring": 4}, 8, (1, 2, 4)),
         ({"zero_stage": 1, "dp_replicate": 2}, 8, (2, 4, 1)),
+        ({"tensor_parallel": 2}, 8, (1, 4, 2)),
+        ({"tensor_parallel": 2, "dp_replicate": 2}, 8, (2, 2, 2)),
+        ({"tensor_parallel": 4, "zero_stage": 0}, 8, (2, 1, 4)),
     ],
 )
 def test_sizes_are_filled_in(options, world_size, sizes) -> None:
     assert mesh_sizes(FSDPOptions(**options), RoleContext("trainer", world_size=world_size)) == sizes
 
 
-@pytest.mark.parametrize("options", [{"ulysses": 3}, {"dp_shard": 2}, {"dp_replicate": 16}])
+@pytest.mark.parametrize("options", [{"ulysses": 3}, {"tensor_parallel": 3}, {"dp_shard": 2}, {"dp_replicate": 16}])
 def test_sizes_that_do_not_multiply_to_the_ranks_are_refused(options) -> None:
     with pytest.raises(ConfigError, match=r"roles\.trainer\.options: dp_replicate .* but the role has ranks: 8"):
         mesh_sizes(FSDPOptions(**options), RoleContext("trainer", world_size=8))

@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 SLICES = {1: [[0, 1, 2, 3, 4, 5, 6]], 2: [[0, 1, 2, 3], [4, 5, 6]], 3: [[0, 1], [2, 3], [4, 5, 6]]}
 DECAY = 0.75
 LORA = {"lora": {"rank": 4}}
+TENSOR = {"tensor_parallel": 2}
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +33,19 @@ def answers(run_jobs, seven_sequences, tmp_path_factory):
         for form, sent in (("tensors", whole), ("boxes", boxes[::-1])):
             file = folder / f"{name}-{form}.pt"
             torch.save(sent, file)
-            for ranks, decay, options in (
+            for slices, decay, options in (
                 (2, 0.0, {"dp_replicate": 2}),
                 (3, DECAY, {}),
                 (2, 0.0, LORA),
                 (1, DECAY, {}),
+                *([(1, 0.0, TENSOR), (2, DECAY, TENSOR)] if name == "dense" else []),
             ):
-                label = f"{name}-{form}-{ranks}-{decay}" + ("-lora" if options == LORA else "")
+                kind = "-lora" if options == LORA else "-tensor" if options == TENSOR else ""
+                label = f"{name}-{form}-{slices}-{decay}{kind}"
                 take = {"file": str(file), "boxes": form == "boxes", "decay": decay}
                 jobs[label] = common | {
                     "model": model,
-                    "slices": SLICES[ranks],
+                    "slices": SLICES[slices],
                     "options": options,
                     "take": take,
                     "updates": 1,
@@ -52,8 +55,11 @@ def answers(run_jobs, seven_sequences, tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", ["tensors", "boxes"])
-@pytest.mark.parametrize("model", ["dense", "mixture"])
-@pytest.mark.parametrize("layout", ["2-0.0", "3-0.75", "2-0.0-lora", "1-0.75"])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [(model, layout) for model in ("dense", "mixture") for layout in ("2-0.0", "3-0.75", "2-0.0-lora", "1-0.75")]
+    + [("dense", "1-0.0-tensor"), ("dense", "2-0.75-tensor")],
+)
 def test_every_rank_holds_its_part_of_what_was_sent(answers, model: str, form: str, layout: str) -> None:
     senders, followers = answers
     ranks = followers[f"{model}-{form}-{layout}"]

@@ -90,7 +90,12 @@ def layouts(model: str) -> list[Layout]:
             Layout("megatron", "TP 2, SP x EP 2", 4, {TP: 2, SP: True, EP: 2}),
         ]
     else:
-        found.append(Layout("megatron", "TP 2", 2, {TP: 2}))
+        found += [
+            Layout("fsdp", "TP 2", 2, {TP: 2}),
+            Layout("fsdp", "DP 2 x TP 2", 4, {TP: 2}),
+            Layout("fsdp", "HSDP 2 x TP 2", 4, {TP: 2, "dp_replicate": 2}),
+            Layout("megatron", "TP 2", 2, {TP: 2}),
+        ]
     return found
 
 

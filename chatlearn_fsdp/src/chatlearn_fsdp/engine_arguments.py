@@ -19,7 +19,7 @@ OWNED: Mapping[str, str] = {
     "output_loading_info": "this backend sets it",
     "quantization_config": "quantised weights cannot be trained",
     "torch_dtype": "set options.master_dtype and options.param_dtype",
-    "tp_plan": "set roles.<role>.ranks, and options.dp_shard, options.ulysses or options.ring",
+    "tp_plan": "set roles.<role>.ranks, and options.tensor_parallel, options.dp_shard, options.ulysses or options.ring",
     "trust_remote_code": "set model.trust_remote_code",
 }
 """Arguments that this backend sets itself, each with the setting to use instead."""

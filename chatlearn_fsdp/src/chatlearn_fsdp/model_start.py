@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from chatlearn_core.exceptions import ModelError
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_fsdp.engine_arguments import check_engine_arguments
+from chatlearn_fsdp.layouts import tensor_problems
 from chatlearn_fsdp.options import FSDPOptions
-from chatlearn_fsdp.sharding import RankGroup, copy_whole, local_rows, shard_model
-from chatlearn_fsdp.shards import held_rows
+from chatlearn_fsdp.sharding import RankGroup, copy_whole, local_box, shard_model
+from chatlearn_fsdp.shards import held_boxes
+from chatlearn_fsdp.tensor_parallel import split_layers
 from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout, takes_tensors
 from chatlearn_hf.forward_check import loaded_attention, with_attention
 from chatlearn_hf.heads import drawn_head, load_model
@@ -44,12 +47,12 @@ def start_model(
 ) -> StartedModel:
     """Build, shard and load the model, and inject its adapters.
 
-    With ``ranks`` the structure is built on the ``meta`` device and sharded, and every rank reads its own rows of each
+    With ``ranks`` the structure is built on the ``meta`` device and sharded, and every rank reads its own part of each
     tensor from the safetensors files, so no process holds the whole model. (If an architecture stores a tensor in a
     form without views of its checkpoint tensors, every rank first loads the whole model, with a warning.)
 
     Raises:
-        ModelError: the directory is unusable, or the heads cannot be split over Ulysses ranks.
+        ModelError: the directory is unusable, or the model cannot be split over Ulysses or tensor parallel ranks.
         ConfigError: an engine argument does not exist in the model's configuration.
     """
     extra = dict(context.engine_arguments)
@@ -89,6 +92,8 @@ def start_model(
     )
     if isinstance(ranks.sharing, UlyssesGroup):
         check_heads(int(model.config.get_text_config().num_attention_heads), ranks.sharing.size)
+    if problems := tensor_problems(options, model.config.to_dict(), ranks.size):
+        raise ModelError(f"roles.{context.role} ({source.path}): {'; '.join(problems)}")
     layout = checkpoint_layout(model)
     by_slices = takes_tensors(layout)
     if not by_slices:
@@ -104,10 +109,14 @@ def start_model(
     compute, master = getattr(torch, options.param_dtype), getattr(torch, options.master_dtype)
     if not by_slices:
         packed.to(context.device)
+    layers = decoder_layers(model)
+    if ranks.tensor_mesh is not None:
+        split_layers(layers, ranks.tensor_mesh)
     shard_model(
         packed,
-        decoder_layers(model),
+        layers,
         ranks.mesh,
+        ranks.layer_mesh,
         compute_dtype=compute if compute != master else None,
         cpu_offload=options.cpu_offload,
         gathers_once=options.gathers_once,
@@ -155,12 +164,10 @@ def read_shards(
             raise wrong_weights(source.path, missing, misshapen)
         new: dict[str, tuple[int, ...]] = {}
         for entry in layout.tensors:
-            tensor = state[entry.key].detach()
-            local, start = local_rows(tensor)
-            for held in held_rows(entry, local, start):
+            for held in held_boxes(entry, *local_box(state[entry.key].detach())):
                 name = files.source(held.name, layout)
                 if name is not None:
-                    blend(files.rows(name, held.first, held.last), held.view, decay)
+                    blend(files.box(name, held.box), held.view, decay)
             if any(files.source(name, layout) is None for name in entry.names):
                 new[entry.key] = entry.shape
         for key, values in drawn_head(new, seed).items():
@@ -170,7 +177,7 @@ def read_shards(
 def read_model(
     model: PreTrainedModel, layout: CheckpointLayout, source: ModelSource, context: RoleContext, decay: float
 ) -> None:
-    """Fill a live model from another directory of its architecture; each rank reads only its own rows where possible.
+    """Fill a live model from another directory of its architecture; each rank reads only its own part where possible.
 
     Args:
         model: live model.

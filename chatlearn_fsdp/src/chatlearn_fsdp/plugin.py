@@ -14,11 +14,12 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
     return [
         TrainerSpec(
             name="fsdp",
-            summary="PyTorch FSDP2 on Hugging Face models: packed sequences, HSDP, Ulysses, ring attention, LoRA",
+            summary="PyTorch FSDP2 on Hugging Face models: packed sequences, HSDP, tensor parallelism, Ulysses, ring"
+            " attention, LoRA",
             factory="chatlearn_fsdp.trainer:FSDPTrainer",
             options="chatlearn_fsdp.options:FSDPOptions",
             check_engine="chatlearn_fsdp.engine_arguments:engine_problems",
-            check_model="chatlearn_trainer_kit.ulysses_sizes:check_model",
+            check_model="chatlearn_fsdp.layouts:check_model",
             requires=(("torch>=2.13,<2.14",), ("transformers>=5.16.1,<5.20",)),
             heads=frozenset({"lm", "value", "reward"}),
             outputs=frozenset(
@@ -37,7 +38,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
             exports=frozenset({"full_tensors", "boxes"}),
             payloads=frozenset({"full", "adapter"}),
             channels=frozenset({"tensors", "boxes"}),
-            parallel={"sp": "ulysses", "cp": "ring"},
+            parallel={"tp": "tensor_parallel", "sp": "ulysses", "cp": "ring"},
             reshards=True,
             layout_options=(
                 "dp_replicate",
@@ -45,6 +46,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
                 "zero_stage",
                 "ulysses",
                 "ring",
+                "tensor_parallel",
                 "cpu_offload",
                 "gradient_checkpointing",
                 "max_tokens_per_micro_batch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,10 +18,11 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import RoleContext
+from chatlearn_core.types.boxes import Box, extent, full_box, slices
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_hf.ring_attention import RingGroup
 from chatlearn_hf.token_group import TokenGroup
@@ -29,17 +31,27 @@ from chatlearn_hosting.rendezvous import group_interfaces
 from chatlearn_hosting.role_group import RoleGroup, join_role_group
 from chatlearn_trainer_kit.weight_loader import blend
 
+_join_number = itertools.count()
+"""Makes the names of a mesh's dimensions unique in this process: DTensor remembers meshes and takes equal ones for the
+same, whose process groups may be those of a trainer that was closed."""
+
 
 @dataclass(slots=True)
 class RankGroup:
-    """The ranks of a trainer, one process each: ``dp_replicate`` x ``dp_shard`` x those that share a row, the last
-    varying fastest.
+    """The ranks of a trainer, one process each: ``dp_replicate`` x ``dp_shard`` x those that share a batch slice, the
+    last varying fastest.
     """
 
     mesh: DeviceMesh
-    """Mesh over which parameters are sharded: (shard,), or (replicate, shard). Ranks that share rows hold
+    """Mesh over which parameters are sharded: (shard,), or (replicate, shard). Ranks that share a slice hold
     shards like all others."""
+    layer_mesh: DeviceMesh
+    """Mesh over which the parameters of decoder layers are sharded: ``mesh``, or the ranks with the same part of each
+    layer."""
+    tensor_mesh: DeviceMesh | None
+    """The tensor parallel ranks that split the layers; None if each rank computes whole layers."""
     sharing: TokenGroup | None
+    """The ranks that share the tokens of each row; None if each rank has whole rows."""
     data_parallel_rank: int
     data_parallel_size: int
     group: RoleGroup
@@ -51,6 +63,8 @@ class RankGroup:
     @property
     def leads_slice(self) -> bool:
         """Whether this rank is the first of the ranks that share a batch slice."""
+        if self.tensor_mesh is not None:
+            return self.tensor_mesh.get_local_rank() == 0
         return self.sharing is None or self.sharing.rank == 0
 
     def all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
@@ -96,25 +110,31 @@ def join_ranks(options: FSDPOptions, context: RoleContext) -> RankGroup:
 def _make_meshes(
     options: FSDPOptions, context: RoleContext, sizes: tuple[int, int, int], group: RoleGroup
 ) -> RankGroup:
-    replicate, shard, per_row = sizes
-    device = torch.device(context.device)
-    if options.zero_stage == 0:  # ranks that share rows hold copies, too
-        mesh = init_device_mesh(device.type, (context.world_size, 1), mesh_dim_names=("replicate", "shard"))
-    elif replicate > 1:
-        mesh = init_device_mesh(device.type, (replicate, shard * per_row), mesh_dim_names=("replicate", "shard"))
+    replicate, shard, per_slice = sizes
+    kind = torch.device(context.device).type
+    number, is_copied = next(_join_number), replicate > 1 or options.zero_stage == 0
+    both, tensor = (f"replicate_{number}", f"shard_{number}"), f"tensor_{number}"
+    if options.zero_stage == 0:  # ranks that share a slice hold copies, too
+        mesh = init_device_mesh(kind, (context.world_size, 1), mesh_dim_names=both)
+    elif is_copied:
+        mesh = init_device_mesh(kind, (replicate, shard * per_slice), mesh_dim_names=both)
     else:
-        mesh = init_device_mesh(device.type, (shard * per_row,), mesh_dim_names=("shard",))
-    sharing: TokenGroup | None = None
-    if per_row > 1:
-        slices = init_device_mesh(device.type, (replicate * shard, per_row), mesh_dim_names=("slice", "row"))
-        sharing = (RingGroup if options.ring > 1 else UlyssesGroup)(slices.get_group("row"))
-    return RankGroup(mesh, sharing, context.rank // per_row, replicate * shard, group)
+        mesh = init_device_mesh(kind, (shard * per_slice,), mesh_dim_names=both[1:])
+    layer_mesh, tensor_mesh, sharing = mesh, None, None
+    if options.tensor_parallel > 1:
+        of_layers = init_device_mesh(kind, sizes, mesh_dim_names=(*both, tensor))
+        layer_mesh, tensor_mesh = of_layers[both if is_copied else both[1]], of_layers[tensor]
+    elif per_slice > 1:
+        rows = init_device_mesh(kind, (replicate * shard, per_slice), mesh_dim_names=("slice", "row"))
+        sharing = (RingGroup if options.ring > 1 else UlyssesGroup)(rows.get_group("row"))
+    return RankGroup(mesh, layer_mesh, tensor_mesh, sharing, context.rank // per_slice, replicate * shard, group)
 
 
 def shard_model(
     root: nn.Module,
     layers: list[nn.Module],
     mesh: DeviceMesh,
+    layer_mesh: DeviceMesh,
     *,
     compute_dtype: torch.dtype | None,
     cpu_offload: bool,
@@ -127,6 +147,7 @@ def shard_model(
         root: the module that the trainer calls.
         layers: modules inside it that are gathered one at a time.
         mesh: (shard,), or (replicate, shard).
+        layer_mesh: like ``mesh``, for the layers.
         compute_dtype: gather and compute in this dtype, reduce gradients in float32; None uses the parameters' dtype.
         cpu_offload: keep the shards in host memory.
         gathers_once: leave layers gathered after a forward pass, see ``prepare_backward``.
@@ -138,10 +159,10 @@ def shard_model(
         else MixedPrecisionPolicy()
     )
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    for module in [*layers, root]:
+    for module, over in [*((layer, layer_mesh) for layer in layers), (root, mesh)]:
         # None: FSDP reshards layers after forward, but not the root.
         reshard = False if gathers_once else None
-        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
+        fully_shard(module, mesh=over, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
         assert isinstance(module, FSDPModule)
         # FSDP averages by default, but every loss here is a part of a global sum. gloo has no pre-multiplied sum, so
         # the collective itself must be a plain one.
@@ -178,32 +199,65 @@ def free_gathered(root: nn.Module) -> None:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor; collective for a sharded one."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of a tensor sharded along its first dimension, and the index of the first row."""
     if not isinstance(tensor, DTensor):
-        return tensor, 0
-    dimension = next(i for i, placement in enumerate(tensor.placements) if placement.is_shard())
-    size, rank = tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension)
-    per_rank = -(-tensor.shape[0] // size)
+        return tensor
+    # Layers are split before each part is sharded, so shards are gathered first, in a step of their own.
+    placements = list(tensor.placements)
+    for dimension, placement in enumerate(placements):
+        if not placement.is_replicate():
+            placements[dimension] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def local_box(tensor: Tensor) -> tuple[Tensor, Box]:
+    """Return this rank's part of a tensor, and where it lies in the whole one."""
+    box = list(full_box(tensor.shape))
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(box)
+    # The mesh's last dimension splits first, and the others split its parts, like torch.chunk.
+    for number, placement in reversed(list(enumerate(tensor.placements))):
+        if placement.is_replicate():
+            continue
+        size, rank = tensor.device_mesh.size(number), tensor.device_mesh.get_local_rank(number)
+        dimension: int = placement.dim  # type: ignore[attr-defined]  # of Shard and _StridedShard, which share no base
+        start, stop = box[dimension]
+        share = -(-(stop - start) // size)
+        box[dimension] = (min(start + rank * share, stop), min(start + (rank + 1) * share, stop))
     local = tensor.to_local()
-    start = min(rank * per_rank, tensor.shape[0])
-    assert local.shape[0] == min(per_rank, tensor.shape[0] - start), "FSDP shards along dimension 0, like torch.chunk"
-    return local, start
+    assert tuple(local.shape) == extent(tuple(box)), "FSDP and DTensor split like torch.chunk"
+    return local, tuple(box)
 
 
 def is_first_copy(tensor: Tensor, rank: int) -> bool:
     """Whether this rank holds the first copy of its part of a tensor.
 
-    HSDP holds one copy per replica, and every rank holds unsharded tensors (buffers) whole.
+    HSDP holds one copy per replica, tensor parallel ranks hold copies of what they do not split, and every rank holds
+    unsharded tensors (buffers) whole.
     """
     if not isinstance(tensor, DTensor):
         return rank == 0
     mesh = tensor.device_mesh
+    if int(mesh.mesh.min()) > 0:  # the ranks of one part of each layer, and others hold a copy
+        return False
     copies = (i for i, placement in enumerate(tensor.placements) if placement.is_replicate())
     return all(mesh.get_local_rank(i) == 0 for i in copies)
+
+
+def gradient_norm(gradients: Sequence[Tensor], ranks: RankGroup | None, rank: int, device: torch.device) -> Tensor:
+    """Return the norm of gradients over all ranks, each element counted once.
+
+    Args:
+        gradients: this rank's gradients, perhaps sharded.
+        ranks: all ranks; None if there is one.
+        rank: this rank.
+        device: device of the result.
+    """
+    own = [local_box(gradient)[0] for gradient in gradients if is_first_copy(gradient, rank)]
+    norm = torch.nn.utils.get_total_norm(own).to(device)
+    if ranks is None or ranks.size == 1:
+        return norm
+    return ranks.all_reduce(norm.double().square(), dist.ReduceOp.SUM).sqrt().to(norm.dtype)
 
 
 def copy_whole(source: Tensor, target: Tensor, decay: float = 0.0) -> None:
@@ -218,8 +272,8 @@ def copy_whole(source: Tensor, target: Tensor, decay: float = 0.0) -> None:
         if not isinstance(target, DTensor):
             blend(source, target, decay)
             return
-        local, start = local_rows(target.detach())
-        blend(source[start : start + local.shape[0]], local, decay)
+        local, box = local_box(target.detach())
+        blend(source[slices(box)], local, decay)
 
 
 def box_of_rows(view: Tensor, rows: tuple[int, int], row_elements: int) -> tuple[int, int]:

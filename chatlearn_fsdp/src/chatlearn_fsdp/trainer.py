@@ -19,13 +19,21 @@ from chatlearn_fsdp import checkpoint
 from chatlearn_fsdp.engine_arguments import check_engine_arguments
 from chatlearn_fsdp.model_start import draw_new_adapters, read_model, start_model
 from chatlearn_fsdp.options import FSDPOptions
-from chatlearn_fsdp.sharding import RankGroup, free_gathered, join_ranks, mesh_sizes, prepare_backward, whole
+from chatlearn_fsdp.sharding import (
+    RankGroup,
+    free_gathered,
+    gradient_norm,
+    join_ranks,
+    mesh_sizes,
+    prepare_backward,
+)
+from chatlearn_fsdp.tensor_parallel import reduce_copies
 from chatlearn_fsdp.weight_loader import LoadingHooks, ShardedWeightLoader
 from chatlearn_fsdp.weight_stream import export_model, stream_adapter, stream_boxes, stream_full
 from chatlearn_hf.checkpoint_names import CheckpointLayout, takes_tensors
 from chatlearn_hf.forward_check import Choice, choose_forward
 from chatlearn_hf.lora import LoraSettings
-from chatlearn_hf.packed_forward import PackedModel, requested_outputs
+from chatlearn_hf.packed_forward import PackedModel, decoder_layers, requested_outputs
 from chatlearn_hf.token_group import TokenGroup
 from chatlearn_hf.training_noise import start_training
 from chatlearn_hf.varlen_attention import PackedLayout
@@ -226,7 +234,8 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
 
     def _grad_norm(self, model: PackedModel) -> Tensor:
         """Return the norm of the trainable parameters' gradients, over all ranks."""
-        return whole(torch.nn.utils.get_total_norm([p.grad for p in self._trainable(model) if p.grad is not None]))
+        gradients = [p.grad for p in self._trainable(model) if p.grad is not None]
+        return gradient_norm(gradients, self._ranks, self.context.rank, self._device)
 
     def _all_tensors(self, part: MemoryPart) -> Iterable[Tensor]:
         if self._model is None:
@@ -282,6 +291,8 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
         options = self.options
         prepare_backward(model, gathers_once=options.gathers_once, reduces_once=options.reduces_once, is_last=is_last)
         total.backward()  # type: ignore[no-untyped-call]  # torch
+        if is_last and self._ranks is not None and self._ranks.tensor_mesh is not None:
+            reduce_copies(model, decoder_layers(model.model), self._ranks.tensor_mesh)
 
     def _step(self, model: PackedModel, rate: float, norm: Tensor) -> None:
         optimizer = self._require_optimizer()

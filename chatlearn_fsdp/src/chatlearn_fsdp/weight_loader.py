@@ -1,4 +1,4 @@
-"""Receives another trainer's weights: each rank copies the rows that its shards hold."""
+"""Receives another trainer's weights: each rank copies the boxes that its shards hold."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from chatlearn_core.types import WeightManifest, WeightShard
-from chatlearn_core.types.boxes import full_box, overlap
-from chatlearn_fsdp.sharding import local_rows
-from chatlearn_fsdp.shards import HeldRows, held_rows
+from chatlearn_core.types.boxes import Box, overlap, slices
+from chatlearn_fsdp.sharding import local_box
+from chatlearn_fsdp.shards import HeldBox, held_boxes
 from chatlearn_hf.checkpoint_names import CheckpointLayout
 from chatlearn_hf.lora import base_state
 from chatlearn_trainer_kit.weight_loader import TrainerWeightLoader, blend
@@ -49,27 +49,25 @@ class ShardedWeightLoader(TrainerWeightLoader):
         self._layout = layout
         self._decay = decay
         self._hooks = hooks
-        self._held: Mapping[str, HeldRows] = {}
-        """In the open sync: for each tensor with rows on this rank, these live rows."""
+        self._held: Mapping[str, HeldBox] = {}
+        """In the open sync: for each tensor with a part on this rank, this live part."""
 
     def _begin(self) -> None:
         state = base_state(self._hooks.model())
-        held: dict[str, HeldRows] = {}
+        held: dict[str, HeldBox] = {}
         for entry in self._layout.tensors:
-            local, start = local_rows(state[entry.key].detach())
-            held |= {rows.name: rows for rows in held_rows(entry, local, start)}
+            held |= {part.name: part for part in held_boxes(entry, *local_box(state[entry.key].detach()))}
         self._held = held
 
     def _place(self, shard: WeightShard) -> None:
         held = self._held.get(shard.name)
         if held is None:
             return
-        own = ((held.first, held.last), *full_box(held.shape[1:]))
-        shared = overlap(shard.box, own)
+        shared = overlap(shard.box, held.box)
         if shared is None:
             return
-        source = shard.tensor[tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(shared, shard.box, strict=True))]
-        target = held.view[tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(shared, own, strict=True))]
+        source = shard.tensor[slices(_inside(shared, shard.box))]
+        target = held.view[slices(_inside(shared, held.box))]
         with torch.no_grad():
             blend(source, target, self._decay)
 
@@ -85,3 +83,8 @@ class ShardedWeightLoader(TrainerWeightLoader):
     def _fail(self, reason: str) -> None:
         self._held = {}
         self._hooks.break_down(f"loading another trainer's weights failed midway ({reason})")
+
+
+def _inside(box: Box, outer: Box) -> Box:
+    """Return where ``box`` lies in the tensor that is in ``outer``."""
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, outer, strict=True))

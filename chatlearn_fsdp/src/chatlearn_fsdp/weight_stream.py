@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from chatlearn_core.protocols import ModelSource
 from chatlearn_core.types import WeightShard
 from chatlearn_core.types.boxes import full_box
-from chatlearn_fsdp.sharding import is_first_copy, local_rows, whole
-from chatlearn_fsdp.shards import held_rows
+from chatlearn_fsdp.sharding import is_first_copy, local_box, whole
+from chatlearn_fsdp.shards import held_boxes
 from chatlearn_hf.checkpoint_names import CheckpointLayout, StateTensor, state_tensor_parts
 from chatlearn_hf.lora import Adapter, adapter_names, adapters, base_state
 from chatlearn_hf.weight_export import EXPORT_OWNER, spread_over_ranks, write_model_directory
@@ -27,11 +27,11 @@ def stream_full(model: PreTrainedModel, layout: CheckpointLayout, num_ranks: int
 
 
 def stream_boxes(model: PreTrainedModel, layout: CheckpointLayout, rank: int) -> Iterator[WeightShard]:
-    """Yield the rows this rank holds, as views of its shards; over all ranks they cover every tensor exactly once.
+    """Yield the boxes this rank holds, as views of its shards; over all ranks they cover every tensor exactly once.
 
-    Of several copies (HSDP, buffers) only the first is streamed. A tensor without views is gathered, and the owner
-    yields it whole. Rows with an adapter are merged into new memory; for that the adapter's small A is gathered (and,
-    for a transposed weight, its B).
+    Of several copies (HSDP, buffers, norms of tensor parallel ranks) only the first is streamed. A tensor without views
+    is gathered, and the owner yields it whole. Rows with an adapter are merged into new memory; for that the adapter's
+    small A is gathered (and, for a transposed weight, its B).
     """
     state, adapter_of = base_state(model), adapters(model)
     for entry in layout.tensors:
@@ -42,17 +42,16 @@ def stream_boxes(model: PreTrainedModel, layout: CheckpointLayout, rank: int) ->
                 for name, part in state_tensor_parts(model, entry, gathered):
                     yield WeightShard(name, tuple(part.shape), full_box(tuple(part.shape)), rank, part)
             continue
-        local, start = local_rows(tensor)
+        local, place = local_box(tensor)
         adapter = adapter_of.get(entry.key)
         if adapter is not None and adapter.transposed:
-            columns = whole(adapter.down)[:, start : start + local.shape[0]]
+            columns = whole(adapter.down)[:, slice(*place[0])]
             local = adapter.merge(local, columns, whole(adapter.up))
         elif adapter is not None:
-            local = adapter.merge(local, whole(adapter.down), local_rows(adapter.up)[0])
+            local = adapter.merge(local, whole(adapter.down), local_box(adapter.up)[0])
         if is_first_copy(tensor, rank):
-            for held in held_rows(entry, local.contiguous(), start):
-                box = ((held.first, held.last), *full_box(held.shape[1:]))
-                yield WeightShard(held.name, held.shape, box, rank, held.view)
+            for held in held_boxes(entry, local.contiguous(), place):
+                yield WeightShard(held.name, held.shape, held.box, rank, held.view)
 
 
 def stream_adapter(model: PreTrainedModel) -> Iterator[WeightShard]:

@@ -77,18 +77,18 @@ class MicroBatchTrainer(RankTrainer[ModelT, torch.optim.Optimizer], Generic[Mode
 
     @property
     def data_parallel_rank(self) -> int:
-        """Index of this rank's batch slice; the ranks that share rows share a slice."""
-        return self.context.rank // self.options.ranks_per_row
+        """Index of this rank's batch slice, which several ranks may share."""
+        return self.context.rank // self.options.ranks_per_slice
 
     @property
     def data_parallel_size(self) -> int:
         """Number of batch slices."""
-        return self.context.world_size // self.options.ranks_per_row
+        return self.context.world_size // self.options.ranks_per_slice
 
     def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
         """See the protocol. Per-token outputs are [T] (``hidden_states`` [T, H]), ``scores`` [S].
 
-        All ranks that share rows return the same outputs.
+        All ranks that share a slice return the same outputs.
         """
         model = self._ready("weights")
         model.eval()

@@ -122,6 +122,11 @@ class PackedTrainerOptions(AdapterTrainerOptions):
         """Number of ranks that share the tokens of a packed row."""
         return self.ulysses * self.ring
 
+    @property
+    def ranks_per_slice(self) -> int:
+        """Number of consecutive ranks that work on the same batch slice."""
+        return self.ranks_per_row
+
     @model_validator(mode="after")
     def _shared_rows_have_their_attention(self) -> PackedTrainerOptions:
         if self.ulysses > 1 and self.ring > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +14,15 @@ def check_model(options: PackedTrainerOptions, config: Mapping[str, Any], ranks:
     heads = config.get("num_attention_heads", config.get("n_head"))
     if not isinstance(heads, int) or heads % options.ulysses == 0:
         return []
-    fitting = [size for size in range(1, ranks + 1) if ranks % size == 0 and heads % size == 0]
-    near = sorted(fitting, key=lambda size: (abs(size - options.ulysses), size))[:3]
     return [
         f"ulysses {options.ulysses} does not divide the model's {heads} query heads; of {ranks} ranks it may be"
-        f" {', '.join(map(str, sorted(near)))}"
+        f" {nearest_sizes(options.ulysses, ranks, heads)}"
     ]
+
+
+def nearest_sizes(wanted: int, *numbers: int) -> str:
+    """Return the three sizes nearest to ``wanted`` that divide all numbers, in words."""
+    common = math.gcd(*numbers)
+    fitting = [size for size in range(1, common + 1) if common % size == 0]
+    near = sorted(fitting, key=lambda size: (abs(size - wanted), size))[:3]
+    return ", ".join(map(str, sorted(near)))
