@@ -137,6 +137,8 @@ def answers(request, run_jobs, seven_sequences, tmp_path_factory):
         options = sizes | {"max_tokens_per_micro_batch": 64}
         jobs[layout] = five | {"slices": slices, "options": options}
     options = {"param_dtype": "bfloat16", "zero_stage": 1, "max_tokens_per_micro_batch": 64}
+    tensor = {"param_dtype": "bfloat16", "tensor_parallel": 2}
+    jobs["bfloat16-tp2"] = {"model": tied, "slices": EVERYTHING, "options": tensor}
     jobs["bfloat16-zero1"] = {"model": tied, "slices": LAYOUTS["dp2"][0], "options": options}
     # Where B is 0 the gradient of A is 0 too: look at the second update.
     jobs["lora-one"] = {"model": tied, "slices": EVERYTHING, "options": LORA, "updates": 2}
@@ -297,7 +299,7 @@ def test_biases_before_and_after_attention_are_split_or_added_once(answers) -> N
     assert_same_update(answers["biased-tp2"], answers["biased-one"][0])
 
 
-@pytest.mark.parametrize("job", ["bfloat16-dp2", "bfloat16-zero1"])
+@pytest.mark.parametrize("job", ["bfloat16-dp2", "bfloat16-zero1", "bfloat16-tp2"])
 def test_bfloat16_is_close_and_reduced_in_float32(answers, job) -> None:
     ours, exact = answers[job][0]["gradients"], answers["tied-one"][0]["gradients"]
     for name, gradient in exact.items():

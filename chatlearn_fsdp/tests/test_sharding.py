@@ -65,6 +65,9 @@ def answers(run_jobs, seven_sequences, paths):
             "options": sizes | LORA,
             "save": str(paths / f"lora-{world}"),
         }
+    uneven = {"slices": [[0, 1, 2], [3, 4, 5], [6]], "options": TP2}  # 32 rows of a part over 3 ranks
+    jobs["save-uneven"] = dense | uneven | {"save": str(paths / "uneven")}
+    jobs["load-uneven"] = dense | {"slices": EVERYTHING, "load": str(paths / "uneven"), "updates": 0}
     jobs["load-tensor"] = dense | {"slices": EVERYTHING, "load": str(paths / "tensor")}
     jobs["load-into-tensor"] = dense | {"slices": DP2, "options": TP2, "load": str(paths / "dp4")}
     for saved, resumed in (("one", "hsdp"), ("hsdp", "one"), ("dp4", "ulysses"), ("ulysses", "dp4")):
@@ -109,7 +112,7 @@ class TestSeveralRanks:
         boxes = [box for rank in answers["untrained"] for box in rank["boxes"]]
         assert any(box[1] != (0, shape[1]) for _, shape, box, _, _ in boxes if len(shape) > 1), "columns are split"
 
-    @pytest.mark.parametrize("job", ["dense", "mixture", "untrained", "save-tensor"])
+    @pytest.mark.parametrize("job", ["dense", "mixture", "untrained", "save-tensor", "save-uneven"])
     def test_both_streams_hold_every_element_once(self, answers, job) -> None:
         full = answers[job][0]["full"]
         count = {name: torch.zeros(tensor.shape) for name, tensor in full.items()}
@@ -180,6 +183,13 @@ class TestSeveralRanks:
         assert ranks[0]["metrics"]["grad_norm"] != pytest.approx(first["metrics"]["grad_norm"], rel=1e-3)
         for name, tensor in reference[0]["full"].items():
             torch.testing.assert_close(ranks[0]["full"][name], tensor, atol=2e-5, rtol=0)
+
+    def test_parts_of_unequal_size_are_saved_whole(self, answers) -> None:
+        saved, loaded = answers["save-uneven"], answers["load-uneven"]
+        sizes = [{name: tensor.numel() for name, _, _, _, tensor in rank["boxes"]} for rank in saved]
+        assert any(rank[name] != size for rank in sizes for name, size in sizes[0].items() if name in rank)
+        for rank in (*saved, *loaded):
+            assert all(torch.equal(rank["full"][name], tensor) for name, tensor in saved[0]["full"].items())
 
     def test_a_checkpoint_of_adapters_holds_no_base_weights(self, answers, paths) -> None:
         def size(directory):
