@@ -118,7 +118,7 @@ RECIPES: dict[str, Recipe] = {
         ON_PAIRS,
         roles=("scorer",),
         of_pairs=0.75,
-        steps=400,
+        steps=800,
         batch=32,
         learning_rate=6e-4,
         schedule="linear",
