@@ -67,6 +67,7 @@ class TrainerLayout:
 
 
 FSDP_1, FSDP_2 = TrainerLayout("fsdp"), TrainerLayout("fsdp", 2)
+FSDP_TENSOR_2 = TrainerLayout("fsdp", 2, "TP2", {"tensor_parallel": 2})
 TENSOR_2 = TrainerLayout("megatron", 2, "TP2 SP", {"tensor_parallel": 2, "sequence_parallel": True})
 PIPELINE_2 = TrainerLayout("megatron", 2, "PP2", {"pipeline_parallel": 2})
 EXPERT_2 = TrainerLayout("megatron", 2, "EP2", {"expert_parallel": 2})
@@ -110,10 +111,10 @@ PAIRWISE = (
 """Every existing pair of engine, number of FSDP ranks, transport, tensor parallelism and tying, in the fewest starts.
 """
 OTHER_TRAINERS = (
-    Bench("ray", "vllm", 1, tied=True, trainers=(PIPELINE_2,)),
+    Bench("ray", "vllm", 1, tied=True, trainers=(PIPELINE_2, FSDP_TENSOR_2)),
     Bench("ray", "sglang", 1, tied=False, trainers=(ZERO_3,)),
 )
-"""A part of what `make test-matrix` runs with the other trainers."""
+"""Layouts whose ranks have parts of layers; `make test-matrix` runs more of them."""
 
 
 def all_benches() -> Iterator[Bench]:

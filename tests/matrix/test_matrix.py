@@ -66,13 +66,13 @@ def test_every_replica_generates_what_the_trainer_would(
 
 
 @pytest.mark.parametrize("bench", OTHER_TRAINERS, ids=str)
-def test_pipeline_stages_and_zero_3_send_what_the_trainer_has(
+def test_parts_of_layers_and_of_models_arrive_whole(
     bench: Bench, registry: PluginRegistry, models: Mapping[bool, Path], tmp_path: Path
 ) -> None:
-    [layout] = bench.trainers
-    fitting = {transport.name: transport for transport in fitting_transports(registry, bench, layout.backend)}
     with Stand(registry, bench, models[bench.tied], tmp_path) as stand:
-        stand.check(layout, fitting["broadcast"])
+        for layout in bench.trainers:
+            fitting = {transport.name: transport for transport in fitting_transports(registry, bench, layout.backend)}
+            stand.check(layout, fitting["broadcast"])
 
 
 @pytest.mark.parametrize("generator", ["vllm", pytest.param("sglang", marks=pytest.mark.matrix)])

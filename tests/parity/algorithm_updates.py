@@ -48,6 +48,7 @@ UPDATES = [*((name, "trainer") for name in ALGORITHMS), ("ppo", "critic"), ("dec
 ONE_RANK = Layout("fsdp", "1 rank", 1, {})
 LAYOUTS = [
     Layout("fsdp", "2 ranks", 2, {}),
+    Layout("fsdp", "TP 2", 2, {"tensor_parallel": 2}),
     Layout("megatron", "PP 2", 2, {PP: 2}),
     Layout("megatron", "TP 2, SP", 2, {TP: 2, SP: True}),
     Layout("deepspeed", "ZeRO-3", 2, {"zero_stage": 3}),
