@@ -99,6 +99,7 @@ class Bench:
 
 
 LOCAL = (FSDP_1,)
+ALL_LOCAL = (FSDP_1, TrainerLayout("megatron"), TrainerLayout("deepspeed"))
 ALL_LAYOUTS = (FSDP_1, FSDP_2, TENSOR_2, PIPELINE_2, ZERO_3)
 PAIRWISE = (
     Bench("local", "transformers", 1, tied=True, replicas=2, trainers=LOCAL),
@@ -125,7 +126,7 @@ def all_benches() -> Iterator[Bench]:
                 replicas = 2 if tensor_parallel == 1 else 1
                 yield Bench("ray", generator, tensor_parallel, tied, replicas=replicas, trainers=ALL_LAYOUTS)
                 if tensor_parallel == 1:
-                    yield Bench("local", generator, tensor_parallel, tied, trainers=LOCAL)
+                    yield Bench("local", generator, tensor_parallel, tied, trainers=ALL_LOCAL)
 
 
 def fitting_transports(registry: PluginRegistry, bench: Bench, backend: str = "fsdp") -> list[WeightSyncSpec]:
@@ -280,7 +281,7 @@ class Stand:
         options = self.registry.load_options(record)(**trainer.options)
         way = shared_way(record, generator, transport, payload=self.bench.payload, options=options)
         assert way is not None
-        parts = trainer in (TENSOR_2, PIPELINE_2, EXPERT_2) and "boxes" in transport.exports
+        parts = trainer in (FSDP_TENSOR_2, TENSOR_2, PIPELINE_2, EXPERT_2) and "boxes" in transport.exports
         assert way[0] == ("boxes" if parts else "full_tensors"), "ranks that hold parts send them as they are"
         return WeightRoute(
             trainer=trainer.role,
