@@ -191,7 +191,7 @@ def ulysses_groups_that_do_not_divide_the_heads(recipe: Any) -> list[str]:
 def tensor_parallel_ranks_that_do_not_divide_the_heads(recipe: Any) -> list[str]:
     trainer_over_ranks(recipe, "fsdp", 4, options={"tensor_parallel": 4})
     return [
-        "trainer 'fsdp' cannot split this qwen3 model over ranks: 4 as they say:",
+        "trainer 'fsdp' cannot train this qwen3 model over ranks: 4 as they say:",
         "tensor_parallel 4 does not divide the model's 2 key-value heads; of 4 ranks it may be 1, 2",
     ]
 

@@ -40,6 +40,8 @@ VARIANTS = {
     "offload": {"cpu_offload": True, "max_tokens_per_micro_batch": 64},
     "checkpointing": {"gradient_checkpointing": True, "logits_chunk_tokens": 16},
 }
+CLIP = 0.01
+"""A limit far below the gradient norm."""
 ORDINARY = ("dp2", "dp2_ulysses2", "hsdp2x2", "tp2")
 """Layouts that are tested in every variant; the others only packed, and all of them with ``-m matrix``."""
 MIXTURE = {
@@ -130,6 +132,11 @@ def answers(request, run_jobs, seven_sequences, tmp_path_factory):
     jobs["tied-one"] = {"model": tied, "slices": EVERYTHING}
     jobs["tied-dp2"] = {"model": tied, "slices": LAYOUTS["dp2"][0]}
     jobs["tied-tp2"] = {"model": tied, "slices": EVERYTHING, "options": {"tensor_parallel": 2}}
+    clipped = {"grad_clip": CLIP, "optimizer": "sgd", "learning_rate": 1.0}
+    for layout in ("one", "dp2", "dp2_tp2"):
+        slices, sizes = LAYOUTS.get(layout, (EVERYTHING, {}))
+        job = {"model": dense, "updates": 3, "weights": True}
+        jobs[f"clipped-{layout}"] = job | {"slices": slices, "options": clipped | sizes}
     jobs["bfloat16-dp2"] = {"model": tied, "slices": LAYOUTS["dp2"][0], "options": {"param_dtype": "bfloat16"}}
     five = {"model": dense, "updates": 5, "weights": True}
     jobs["five-one"] = five | {"slices": EVERYTHING}
@@ -297,6 +304,16 @@ def test_tied_weights_stay_one(answers, layout) -> None:
 
 def test_biases_before_and_after_attention_are_split_or_added_once(answers) -> None:
     assert_same_update(answers["biased-tp2"], answers["biased-one"][0])
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2_tp2"])
+def test_gradients_are_clipped_over_all_ranks(answers, layout) -> None:
+    """Parts of layers and whole tensors are on different meshes; all are scaled alike."""
+    [one], ranks = answers["clipped-one"], answers[f"clipped-{layout}"]
+    assert one["first"]["metrics"]["grad_norm"] > 2 * CLIP, "the limit matters"
+    for rank in ranks:
+        for name, weight in one["full"].items():
+            torch.testing.assert_close(rank["full"][name], weight, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("job", ["bfloat16-dp2", "bfloat16-zero1", "bfloat16-tp2"])

@@ -238,7 +238,7 @@ def is_first_copy(tensor: Tensor, rank: int) -> bool:
     if not isinstance(tensor, DTensor):
         return rank == 0
     mesh = tensor.device_mesh
-    if int(mesh.mesh.min()) > 0:  # the ranks of one part of each layer, and others hold a copy
+    if mesh.mesh.numpy().min() > 0:  # the ranks of one part of each layer, and others hold a copy
         return False
     copies = (i for i, placement in enumerate(tensor.placements) if placement.is_replicate())
     return all(mesh.get_local_rank(i) == 0 for i in copies)
@@ -258,6 +258,21 @@ def gradient_norm(gradients: Sequence[Tensor], ranks: RankGroup | None, rank: in
     if ranks is None or ranks.size == 1:
         return norm
     return ranks.all_reduce(norm.double().square(), dist.ReduceOp.SUM).sqrt().to(norm.dtype)
+
+
+def clip_gradients(gradients: Sequence[Tensor], limit: float, norm: Tensor) -> None:
+    """Scale gradients in place so that their norm becomes at most ``limit``, like
+    ``torch.nn.utils.clip_grads_with_norm_``, which takes tensors of one mesh alone.
+
+    Args:
+        gradients: this rank's gradients, perhaps sharded, over any meshes.
+        limit: the greatest norm.
+        norm: their norm over all ranks.
+    """
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        local, _ = local_box(gradient)
+        local.mul_(factor.to(local.device))
 
 
 def copy_whole(source: Tensor, target: Tensor, decay: float = 0.0) -> None:

@@ -21,6 +21,7 @@ from chatlearn_fsdp.model_start import draw_new_adapters, read_model, start_mode
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.sharding import (
     RankGroup,
+    clip_gradients,
     free_gathered,
     gradient_norm,
     join_ranks,
@@ -234,8 +235,10 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
 
     def _grad_norm(self, model: PackedModel) -> Tensor:
         """Return the norm of the trainable parameters' gradients, over all ranks."""
-        gradients = [p.grad for p in self._trainable(model) if p.grad is not None]
-        return gradient_norm(gradients, self._ranks, self.context.rank, self._device)
+        return gradient_norm(self._gradients(model), self._ranks, self.context.rank, self._device)
+
+    def _gradients(self, model: PackedModel) -> list[Tensor]:
+        return [parameter.grad for parameter in self._trainable(model) if parameter.grad is not None]
 
     def _all_tensors(self, part: MemoryPart) -> Iterable[Tensor]:
         if self._model is None:
@@ -298,7 +301,7 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
         optimizer = self._require_optimizer()
         set_learning_rate(optimizer, rate)
         if self.options.grad_clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._trainable(model), self.options.grad_clip, norm)
+            clip_gradients(self._gradients(model), self.options.grad_clip, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
