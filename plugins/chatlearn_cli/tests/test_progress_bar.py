@@ -78,8 +78,10 @@ def test_a_long_phase_does_not_look_like_a_hang(monkeypatch: pytest.MonkeyPatch,
 def test_a_terminal_shows_the_start_and_the_time_of_a_long_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chatlearn_cli.progress_bar._BRIEF_S", 0.0)
     text = io.StringIO()
-    with ProgressBar(console=Console(file=text, width=200, force_terminal=True)) as bar:
+    with ProgressBar(console=Console(file=text, width=80, force_terminal=True)) as bar:
         bar.phases_changed(0, [Phase.RESTORING])
+        bar.started(Path("run"), 25, 1)
+        bar.step_done(1, {"perf/throughput": 16787.0, "reward": 0.438, "response_length/mean": 18.0})
         bar._progress.refresh()
     assert "starting for 0 s" in text.getvalue()
     assert "restoring for 0 s" in text.getvalue()

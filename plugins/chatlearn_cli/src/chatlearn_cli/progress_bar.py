@@ -12,6 +12,7 @@ from typing import TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from chatlearn_cli.terminal import TolerantStream
@@ -49,7 +50,7 @@ class ProgressBar(RunListener):
         self.console = console or Console(file=cast(TextIO, TolerantStream(sys.stderr)), highlight=False)
         self.live = show and self.console.is_terminal
         self._progress = Progress(
-            _PhaseColumn(),
+            _PhaseColumn(table_column=Column(no_wrap=True)),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[step]}"),
             TextColumn("{task.fields[tokens]}"),
