@@ -211,8 +211,8 @@ def test_a_cancelled_call_withdraws_its_samples(make_sample: Any) -> None:
             await asyncio.sleep(0.005)
         second = asyncio.ensure_future(reward.score([make_sample("never", index=1)]))
         await asyncio.sleep(0.02)
+        second.cancel()  # before the end of the first lets it be sent
         first.cancel()
-        second.cancel()
         await asyncio.wait([first, second])
         return await reward.score([make_sample("xyz", index=2)])
 
