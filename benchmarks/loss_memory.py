@@ -111,19 +111,19 @@ def sequence_lengths(tokens: int) -> list[int]:
     return [SEQUENCE_TOKENS] * whole + [rest] * bool(rest)
 
 
-def grpo_batch(tokens: int, old: Tensor, device: str) -> TrainBatch:
-    """One packed row, all of it learned, with alternating advantages."""
+def grpo_batch(tokens: int, old: Tensor) -> TrainBatch:
+    """One packed row on the CPU, all of it learned, with alternating advantages."""
     lengths = sequence_lengths(tokens)
     index = torch.arange(len(lengths))
     signs = torch.cat([torch.full((length,), 1.0 if i % 2 else -1.0) for i, length in enumerate(lengths)])
     return TrainBatch(
         sample_ids=tuple(f"s{i}" for i in index.tolist()),
-        token_ids=torch.arange(tokens, device=device),
-        cu_seqlens=cumulative_lengths(lengths).to(device),
-        loss_mask=torch.ones(tokens, dtype=torch.bool, device=device),
+        token_ids=torch.arange(tokens),
+        cu_seqlens=cumulative_lengths(lengths),
+        loss_mask=torch.ones(tokens, dtype=torch.bool),
         unit_index=index,
         group_index=index,
-        token_data={"advantages": signs.to(device), "trainer_logprobs": old},
+        token_data={"advantages": signs, "trainer_logprobs": old},
     )
 
 
@@ -134,12 +134,12 @@ def one_step(way: Way, tokens: int, vocabulary: int, width: int, device: str) ->
     weight = (torch.randn(vocabulary, width, generator=generator) / math.sqrt(width)).to(device).requires_grad_()
     labels = torch.randint(vocabulary, (tokens,), generator=generator).to(device)
     loss = PolicyLoss(aggregation="token_mean")
-    old = torch.full((tokens,), -math.log(vocabulary), device=device)
+    old = torch.full((tokens,), -math.log(vocabulary))
 
     def step() -> dict[str, float]:
         hidden.grad = weight.grad = None
         logprobs, entropy = way(hidden, weight, labels)
-        batch = loss.prepare(grpo_batch(tokens, old.clamp(max=0.0), device))
+        batch = loss.prepare(grpo_batch(tokens, old.clamp(max=0.0))).to(device)
         result = loss({"logprobs": logprobs, "entropy": entropy}, batch)
         result.total.backward()
         assert hidden.grad is not None, "backward filled it"
@@ -255,7 +255,7 @@ def measure_advantages(tokens: int, repeats: int) -> dict[str, Any]:
     tokens = max(SEQUENCE_TOKENS, tokens // SEQUENCE_TOKENS * SEQUENCE_TOKENS)
     generator = torch.Generator().manual_seed(SEED)
     rewards, values = torch.randn(2, tokens, generator=generator)
-    batch = grpo_batch(tokens, torch.zeros(tokens), "cpu")
+    batch = grpo_batch(tokens, torch.zeros(tokens))
     shape = (-1, SEQUENCE_TOKENS)
     ways: dict[str, Callable[[], Tensor]] = {
         "chatlearn": lambda: gae(rewards, values, batch, gamma=0.99, lam=0.95).advantages,

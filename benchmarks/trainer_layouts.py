@@ -18,13 +18,12 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import installed_version, machine_facts
-from trainer_ranks import ONE_RANK, TWO_RANKS, run_ranks
+from trainer_ranks import ONE_RANK, TWO_RANKS, run_processes, run_ranks
 from trainer_steps import (
     DENSE_BF16_PEAK,
     NORM_TOLERANCE,
@@ -40,27 +39,42 @@ from trainer_steps import (
 
 from chatlearn_algorithms.sft import SFTLoss
 from chatlearn_core.protocols import Trainer
-from chatlearn_core.types import TrainBatch
+from chatlearn_core.types import Metrics, TrainBatch
 from chatlearn_hf.tiny import build_tiny_model
 
 PHASES = ("timing_s/forward", "timing_s/backward", "timing_s/optimizer")
 MOST_OUTSIDE = 0.05
+PLAIN = "plain transformers"
 
 
-def steps_of(trainer: Trainer, batch: TrainBatch, steps: int) -> dict[str, Any]:
+def steps_of(trainer: Trainer, batch: TrainBatch, steps: int, device: str) -> dict[str, Any]:
     """Take one step to warm up and ``steps`` more on this rank's slice; seconds of each, and those of the phases."""
     own = batch.select(range(trainer.data_parallel_rank, batch.num_sequences, trainer.data_parallel_size))
     loss = SFTLoss()
     first = trainer.update(own, loss)
-    seconds, inside = [], []
-    for _ in range(steps):
-        began = time.perf_counter()
-        metrics = trainer.update(own, loss)
-        seconds.append(time.perf_counter() - began)
-        if PHASES[0] in metrics:  # one of the ranks that share a slice reports
-            inside.append(sum(metrics[name].value for name in PHASES))
+    taken: list[Metrics] = []
+    seconds = [timed(lambda: taken.append(trainer.update(own, loss)), device) for _ in range(steps)]
+    # One of the ranks that share a slice reports.
+    inside = [sum(metrics[name].value for name in PHASES) for metrics in taken if PHASES[0] in metrics]
     norm = first.get("grad_norm")
-    return {"seconds": seconds, "inside": inside, "grad_norm": norm.value if norm is not None else None}
+    return {
+        "seconds": seconds,
+        "inside": inside,
+        "grad_norm": norm.value if norm is not None else None,
+        "peak": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+    }
+
+
+def plain_steps(
+    _: int, __: str, model: str, batch: TrainBatch, device: str, budget: int, dtype: torch.dtype, steps: int
+) -> dict[str, Any]:
+    """Take the same steps with the plain loop, in a process of its own, which gives all its memory back."""
+    torch.set_num_threads(1)
+    way = PlainWay(model, batch, device, budget, dtype)
+    norm = way.step()
+    seconds = [timed(way.step, device) for _ in range(steps)]
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+    return {"seconds": seconds, "grad_norm": norm, "peak": peak}
 
 
 def main() -> None:
@@ -72,7 +86,7 @@ def main() -> None:
     rounds, steps, count = (1, 1, 12) if arguments.quick else (arguments.rounds, 3, arguments.sequences)
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-    longest, budget = (4096, 16_384) if on_gpu else (512, 2048)
+    longest, budget = (4096, 8192) if on_gpu else (512, 2048)
     lengths = draw_lengths(count, longest)
     batch = make_batch(lengths)
     ways = [*ONE_RANK, *(TWO_RANKS if not on_gpu or torch.cuda.device_count() > 1 else ())]
@@ -87,15 +101,15 @@ def main() -> None:
     seconds: dict[str, list[float]] = {}
     outside: dict[str, list[float]] = {}
     norms: dict[str, float] = {}
+    peaks: dict[str, int | None] = {}
     with tempfile.TemporaryDirectory() as directory:
         model = str(build_tiny_model(Path(directory) / "model", "qwen3", **(QWEN3_0_6B if on_gpu else TINY)))
         for round_ in range(rounds):
-            plain = PlainWay(model, batch, device, budget, dtype)
-            norms["plain transformers"] = plain.step()
-            seconds.setdefault("plain transformers", []).extend(timed(plain.step, device) for _ in range(steps))
-            plain.close()
+            [plain] = run_processes(plain_steps, 1, PLAIN, model, batch, device, budget, dtype, steps)
+            norms[PLAIN], peaks[PLAIN] = plain["grad_norm"], plain["peak"]
+            seconds.setdefault(PLAIN, []).extend(plain["seconds"])
             for way in ways:
-                ranks = run_ranks(way, model, options, steps_of, batch, steps)
+                ranks = run_ranks(way, model, options, steps_of, batch, steps, device)
                 seconds.setdefault(way.name, []).extend(
                     max(rank["seconds"][step] for rank in ranks) for step in range(steps)
                 )
@@ -104,13 +118,14 @@ def main() -> None:
                     if rank["inside"]:
                         outside.setdefault(way.name, []).extend(1.0 - inside / whole for inside, whole in pairs)
                 norms[way.name] = next(rank["grad_norm"] for rank in ranks if rank["grad_norm"] is not None)
+                peaks[way.name] = max((rank["peak"] for rank in ranks if rank["peak"] is not None), default=None)
                 print(f"round {round_ + 1}: {way.name:24} {seconds[way.name][-1]:8.3f} s", flush=True)
         flops, rate = step_flops(model, lengths), matmul_rate(device, dtype)
     ranks_of = {way.name: way.world for way in ways}
     gpu = torch.cuda.get_device_name() if on_gpu else None
     peak = next((value for name, value in DENSE_BF16_PEAK.items() if name in (gpu or "")), None)
     results: dict[str, Any] = {}
-    reference = norms["plain transformers"]
+    reference = norms[PLAIN]
     for name, values in seconds.items():
         assert abs(norms[name] - reference) <= NORM_TOLERANCE[device] * reference, (
             f"{name} finds gradient norm {norms[name]}, plain transformers {reference}"
@@ -124,6 +139,7 @@ def main() -> None:
             "matmul_share": round(flops / step_s / (rate * ranks_of.get(name, 1)), 4),
             "outside_share": round(statistics.median(outside[name]), 4) if name in outside else None,
             "grad_norm": norms[name],
+            "peak_memory_gib": round(most / 2**30, 2) if (most := peaks[name]) is not None else None,
         }
     line = {
         "benchmark": "trainer_layouts",

@@ -74,29 +74,50 @@ def run_ranks(
     Raises:
         TimeoutError: the ranks need longer than ``DEADLINE_S``.
     """
+    return run_processes(_rank, layout.world, layout.name, layout, model, dict(options), work, arguments)
+
+
+def run_processes(
+    target: Callable[..., dict[str, Any]], world: int, name: str, *arguments: Any
+) -> list[dict[str, Any]]:
+    """Return what ``target(index, directory, *arguments)`` returns in each of ``world`` new processes.
+
+    Args:
+        target: a function of a module; ``directory`` is shared by the processes, and deleted after them.
+        world: number of processes.
+        name: of the work, for the error.
+        *arguments: passed on.
+
+    Raises:
+        TimeoutError: the processes need longer than ``DEADLINE_S``.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        ranks = torch.multiprocessing.start_processes(
-            _rank, (layout, model, dict(options), directory, work, arguments), layout.world, join=False
+        processes = torch.multiprocessing.start_processes(
+            _save_answer, (target, directory, arguments), world, join=False
         )
-        assert ranks is not None, "they are not joined yet"
+        assert processes is not None, "they are not joined yet"
         deadline = time.monotonic() + DEADLINE_S
-        while not ranks.join(timeout=1.0):
+        while not processes.join(timeout=1.0):
             if time.monotonic() > deadline:
-                for process in ranks.processes:
+                for process in processes.processes:
                     process.kill()
-                raise TimeoutError(f"{layout.name}: the ranks did not finish in {DEADLINE_S:.0f} s")
-        return [torch.load(f"{directory}/{rank}.pt", weights_only=False) for rank in range(layout.world)]
+                raise TimeoutError(f"{name}: the processes did not finish in {DEADLINE_S:.0f} s")
+        return [torch.load(f"{directory}/{index}.pt", weights_only=False) for index in range(world)]
+
+
+def _save_answer(index: int, target: Callable[..., dict[str, Any]], directory: str, arguments: tuple[Any, ...]) -> None:
+    torch.save(target(index, directory, *arguments), Path(directory) / f"{index}.pt")
 
 
 def _rank(
     rank: int,
+    directory: str,
     layout: Layout,
     model: str,
     options: dict[str, Any],
-    directory: str,
     work: Callable[..., dict[str, Any]],
     arguments: tuple[Any, ...],
-) -> None:
+) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     device = "cpu"
     if torch.cuda.is_available():
@@ -119,5 +140,6 @@ def _rank(
         registry.load_options(record)(**(options | dict(layout.options))), context
     )
     trainer.setup()
-    torch.save(work(trainer, *arguments), Path(directory) / f"{rank}.pt")
+    answer = work(trainer, *arguments)
     trainer.close()
+    return answer

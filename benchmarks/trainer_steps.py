@@ -204,7 +204,7 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    longest, budget = (4096, 16_384) if device == "cuda" else (512, 2048)
+    longest, budget = (4096, 8192) if device == "cuda" else (512, 2048)
     lengths = draw_lengths(count, longest)
     batch = make_batch(lengths)
     options = {"param_dtype": "bfloat16" if device == "cuda" else "float32"}

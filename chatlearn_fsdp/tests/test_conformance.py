@@ -19,3 +19,8 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestFSDP(TrainerConformance):
     backend = "fsdp"
     load_reference = "chatlearn_hf.plain_forward:load_plain_model"
+
+
+@pytest.mark.gpu
+class TestFSDPOnAGPU(TestFSDP):
+    device = "cuda"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from chatlearn_core.protocols import Loss, MemoryPart, ModelSource, RoleContext
 from chatlearn_core.types import OutputRequest, TrainBatch
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.trainer import FSDPTrainer
+from chatlearn_testing.model_directory import read_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 LOGPROBS = OutputRequest(frozenset({"logprobs"}))
@@ -68,15 +70,17 @@ def test_an_update_has_the_gradient_norm_of_the_cpu(
 
 
 def test_offload_frees_device_memory(
-    on_gpu: Callable[..., FSDPTrainer], make_batch: Callable[..., TrainBatch], policy_loss: Loss
+    on_gpu: Callable[..., FSDPTrainer], make_batch: Callable[..., TrainBatch], policy_loss: Loss, model_path: str
 ) -> None:
+    """Beside what is freed, torch holds what its matrix library works in, until the process ends."""
     trainer = on_gpu()
     trainer.update(make_batch(), policy_loss)
+    weights = sum(tensor.nbytes for tensor in read_checkpoint(Path(model_path)).values())
     held = torch.cuda.memory_allocated()
     trainer.offload({"weights", "gradients", "optimizer"})
-    assert torch.cuda.memory_allocated() < 0.1 * held
+    assert held - torch.cuda.memory_allocated() >= 3 * weights > 0, "the weights and Adam's two moments"
     trainer.onload({"weights", "gradients", "optimizer"})
-    assert torch.cuda.memory_allocated() >= 0.9 * held
+    assert torch.cuda.memory_allocated() >= held
 
 
 @pytest.mark.parametrize("part", ["weights", "optimizer"])
@@ -94,7 +98,8 @@ def test_a_part_frees_as_much_as_it_measured_for_other_processes_too(
     trainer.offload({part})
     assert trainer.live_bytes(part) == 0
     assert allocated - torch.cuda.memory_allocated() >= measured > 0
-    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 2**21, "no block is kept that is empty"
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    assert kept == torch.cuda.memory_stats()["inactive_split_bytes.all.current"], "a block is kept that is empty"
     trainer.onload({part})
     assert trainer.live_bytes(part) == measured
     assert torch.cuda.memory_allocated() >= allocated

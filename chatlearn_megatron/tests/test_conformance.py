@@ -21,3 +21,8 @@ class TestMegatron(TrainerConformance):
     backend = "megatron"
     load_reference = "chatlearn_hf.plain_forward:load_plain_model"
     engine_state = ENGINE_STATE
+
+
+@pytest.mark.gpu
+class TestMegatronOnAGPU(TestMegatron):
+    device = "cuda"

@@ -73,8 +73,7 @@ class FSDPTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
         options, context = self.options, self.context
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        self._use_device()
         torch.manual_seed(context.seed + context.rank)
         if context.world_size > 1 or options.cpu_offload:
             self._ranks = join_ranks(options, context)

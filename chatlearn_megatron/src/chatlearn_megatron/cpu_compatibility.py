@@ -2,7 +2,7 @@
 
 Megatron-Core asks CUDA for its current device, its random state and the type of its tensors. In a process without CUDA
 the modules of ``megatron.core`` get a stand-in for ``torch`` whose factories allocate on the CPU and whose ``cuda``
-answers for the CPU; torch itself is unchanged. A run on GPUs installs nothing.
+answers for the CPU; torch itself is unchanged. A run on GPUs needs one change at most: ``install_torch_steps``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MODULES = (
     "megatron.core.transformer.multi_latent_attention",
 )
 """Modules to import before the stand-in is put in place; they import the others."""
-_installed = False
+_installed = _counts_torch_steps = False
 
 
 def install() -> None:
@@ -47,12 +47,7 @@ def install() -> None:
         BackendError: another version of megatron-core is installed.
     """
     global _installed
-    found = version("megatron-core")
-    if found != PATCHED_VERSION:
-        raise BackendError(
-            f"megatron-core {found} is installed, but on a CPU the trainer 'megatron' runs with version"
-            f" {PATCHED_VERSION} only, which it was adapted to; run: pip install megatron-core=={PATCHED_VERSION}"
-        )
+    _require_version("on a CPU")
     for name in _MODULES:
         importlib.import_module(name)
     for name, module in list(sys.modules.items()):
@@ -63,9 +58,34 @@ def install() -> None:
         _replace_dispatcher_copies()
         _replace_uneven_collectives()
         _replace_type_checks()
-        _replace_step_counts()
         _replace_missing_classes()
         _installed = True
+    install_torch_steps()
+
+
+def install_torch_steps() -> None:
+    """Let distributed optimizers load the step counts of torch's AdamW. Megatron-Core takes it, on GPUs as well, where
+    neither TransformerEngine nor Apex is installed. A repeated call changes nothing.
+
+    Raises:
+        BackendError: another version of megatron-core is installed.
+    """
+    global _counts_torch_steps
+    from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
+
+    if USING_PYTORCH_OPTIMIZER and not _counts_torch_steps:
+        _require_version("without TransformerEngine and Apex")
+        _replace_step_counts()
+        _counts_torch_steps = True
+
+
+def _require_version(where: str) -> None:
+    found = version("megatron-core")
+    if found != PATCHED_VERSION:
+        raise BackendError(
+            f"megatron-core {found} is installed, but {where} the trainer 'megatron' runs with version"
+            f" {PATCHED_VERSION} only, which it was adapted to; run: pip install megatron-core=={PATCHED_VERSION}"
+        )
 
 
 class _Nothing:

@@ -133,6 +133,8 @@ def join_ranks(options: MegatronOptions, context: RoleContext) -> MegatronRanks:
     device = torch.device(context.device)
     if device.type == "cpu":
         cpu_compatibility.install()
+    else:
+        cpu_compatibility.install_torch_steps()
     sizes = (
         options.tensor_parallel,
         options.pipeline_parallel,

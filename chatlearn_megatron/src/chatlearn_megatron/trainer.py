@@ -108,8 +108,7 @@ class MegatronTrainer(RankTrainer[MegatronModel, MegatronOptimizer]):
         options, context = self.options, self.context
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        self._use_device()
         self._ranks = join_ranks(options, context)
         torch.manual_seed(context.seed + context.rank)
         model = build_model(options, context, self._source, self._ranks)

@@ -158,7 +158,7 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
             self,
             self._process,
             expected,
-            convert_dtype=self._options.sync_dtype == "convert",
+            sync_dtype=self._options.sync_dtype,
             bucket_bytes=self._options.bucket_mb << 20,
             facts=facts,
             adapters=None if lora is None else AdapterTerms(targets, lora.max_rank),

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from chatlearn_generator_kit.sync_dtype import SYNC_DTYPE_HELP, SyncDtype
+
 
 class LoraOptions(BaseModel):
     """LoRA: weight syncs load an adapter (``weight_sync.payload: adapter``), the base weights stay fixed."""
@@ -27,10 +29,7 @@ class SGLangGeneratorOptions(BaseModel):
         "auto", description="Dtype of the engine's weights; auto: float32 on a CPU, bfloat16 on a GPU."
     )
     lora: LoraOptions | None = Field(None, description="Sync LoRA adapters instead of whole models; off by default.")
-    sync_dtype: Literal["exact", "convert"] = Field(
-        "exact",
-        description="exact: synced tensors must have the engine's dtype; convert: they are cast to it.",
-    )
+    sync_dtype: SyncDtype = Field("auto", description=SYNC_DTYPE_HELP)
     bucket_mb: int = Field(
         256,
         ge=1,

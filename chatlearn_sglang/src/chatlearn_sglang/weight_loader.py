@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.types import GroupRendezvous, WeightManifest
 from chatlearn_generator_kit.incoming_weights import LoadingReplica, checkpoint_headers
+from chatlearn_generator_kit.sync_dtype import SyncDtype
 from chatlearn_generator_kit.weight_loader import EngineWeightLoader
 from chatlearn_hosting import HostedProcess
 from chatlearn_sglang.served_adapter import AdapterTerms, ServedAdapter, served_adapter
@@ -33,7 +34,7 @@ class SGLangWeightLoader(EngineWeightLoader):
         process: HostedProcess,
         expected: WeightManifest,
         *,
-        convert_dtype: bool,
+        sync_dtype: SyncDtype,
         bucket_bytes: int,
         facts: Mapping[str, Any],
         adapters: AdapterTerms | None = None,
@@ -43,7 +44,7 @@ class SGLangWeightLoader(EngineWeightLoader):
             replica,
             expected,
             num_ranks=int(facts["tp_size"]),
-            convert_dtype=convert_dtype,
+            sync_dtype=sync_dtype,
             takes_adapters=adapters is not None,
             bucket_bytes=bucket_bytes,
         )

@@ -93,7 +93,7 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
             expected_manifest(source.path, getattr(torch, facts["dtype"])),
             num_workers=int(facts["num_workers"]),
             takes_adapters=bool(facts["takes_adapters"]),
-            convert_dtype=self._options.sync_dtype == "convert",
+            sync_dtype=self._options.sync_dtype,
             bucket_bytes=self._options.bucket_mb << 20,
         )
         self._start_serving(int(facts["max_model_len"]), int(facts["vocab_size"]))

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from chatlearn_generator_kit.sync_dtype import SYNC_DTYPE_HELP, SyncDtype
+
 
 class LoraOptions(BaseModel):
     """LoRA: weight syncs load an adapter (``weight_sync.payload: adapter``), the base weights stay fixed."""
@@ -42,10 +44,7 @@ class VLLMGeneratorOptions(BaseModel):
     sleep_level: Literal[1, 2] = Field(
         1, description="How to offload weights: 1 keeps them in host memory; 2 drops them until the next sync."
     )
-    sync_dtype: Literal["exact", "convert"] = Field(
-        "exact",
-        description="exact: synced tensors must have the engine's dtype; convert: they are cast to it.",
-    )
+    sync_dtype: SyncDtype = Field("auto", description=SYNC_DTYPE_HELP)
     bucket_mb: int = Field(
         256, ge=1, description="Size in MiB of the shared memory that carries tensors to an engine in another process."
     )

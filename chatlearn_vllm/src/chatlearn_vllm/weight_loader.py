@@ -15,6 +15,7 @@ from torch import Tensor
 from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.types import WeightManifest
 from chatlearn_generator_kit.incoming_weights import LoadingReplica
+from chatlearn_generator_kit.sync_dtype import SyncDtype
 from chatlearn_generator_kit.weight_loader import EngineWeightLoader
 from chatlearn_hosting.engine_side.blocks import MappedBlock
 from chatlearn_vllm.hosts import EngineHost
@@ -31,14 +32,14 @@ class VLLMWeightLoader(EngineWeightLoader):
         *,
         num_workers: int,
         takes_adapters: bool,
-        convert_dtype: bool,
+        sync_dtype: SyncDtype,
         bucket_bytes: int,
     ) -> None:
         super().__init__(
             replica,
             expected,
             num_ranks=num_workers,
-            convert_dtype=convert_dtype,
+            sync_dtype=sync_dtype,
             takes_adapters=takes_adapters,
             bucket_bytes=bucket_bytes,
         )

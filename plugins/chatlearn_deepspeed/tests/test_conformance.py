@@ -21,3 +21,8 @@ class TestDeepSpeed(TrainerConformance):
     backend = "deepspeed"
     load_reference = "chatlearn_hf.plain_forward:load_plain_model"
     engine_state = ENGINE_STATE
+
+
+@pytest.mark.gpu
+class TestDeepSpeedOnAGPU(TestDeepSpeed):
+    device = "cuda"

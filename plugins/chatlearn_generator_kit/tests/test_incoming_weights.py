@@ -52,7 +52,24 @@ def test_a_manifest_that_does_not_fit_changes_nothing(incoming) -> None:
     with pytest.raises(WeightSyncError, match=r"dtype may differ with .* sync_dtype: convert"):
         incoming.begin(1, manifest("embed", "norm", dtype="bfloat16"))
     assert incoming.version is None
-    IncomingWeights("r", EXPECTED, convert_dtype=True).begin(1, manifest("embed", "norm", dtype="bfloat16"))
+    IncomingWeights("r", EXPECTED, sync_dtype="convert").begin(1, manifest("embed", "norm", dtype="bfloat16"))
+
+
+def test_float32_is_rounded_to_bfloat16_and_to_nothing_else() -> None:
+    offered = manifest("embed", "norm")
+    needed = manifest("embed", "norm", dtype="bfloat16", aliases=TIED)
+    IncomingWeights("r", needed, sync_dtype="auto").begin(1, manifest("embed", "norm", dtype="bfloat16"))
+    rounding = IncomingWeights("r", needed, sync_dtype="auto")
+    rounding.begin(1, offered)
+    assert [name for name, _ in rounding.checked([("norm", tensor()), ("embed", tensor())])] == ["norm", "embed"]
+    assert rounding.finish() == 1
+    for offer, want in (("float32", "float16"), ("bfloat16", "float32"), ("float16", "bfloat16")):
+        with pytest.raises(WeightSyncError, match=f"dtype {offer} offered, {want} expected"):
+            IncomingWeights("r", manifest("embed", "norm", dtype=want), sync_dtype="auto").begin(
+                1, manifest("embed", "norm", dtype=offer)
+            )
+    with pytest.raises(WeightSyncError, match="dtype float32 offered, bfloat16 expected"):
+        IncomingWeights("r", needed, sync_dtype="exact").begin(1, offered)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class Replica:
 
 class Loader(ReplicaWeightLoader):
     def __init__(self, replica: Replica, **fields: Any) -> None:
-        super().__init__(replica, EXPECTED, convert_dtype=False, **fields)
+        super().__init__(replica, EXPECTED, sync_dtype="exact", **fields)
         self.loaded: dict[str, Tensor] = {}
         self.fails_with: Exception | None = None
 
@@ -151,7 +151,7 @@ class EngineLoader(EngineWeightLoader):
             replica,
             EXPECTED,
             num_ranks=2,
-            convert_dtype=False,
+            sync_dtype="exact",
             takes_adapters=False,
             bucket_bytes=bucket_bytes,
         )

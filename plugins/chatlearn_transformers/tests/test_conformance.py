@@ -19,3 +19,8 @@ def model_directory(model_dir: Callable[..., Path]) -> Path:
 class TestTransformers(GeneratorConformance):
     backend = "transformers"
     load_reference = "chatlearn_hf.plain_forward:load_plain_model"
+
+
+@pytest.mark.gpu
+class TestTransformersOnAGPU(TestTransformers):
+    device = "cuda"

@@ -13,6 +13,7 @@ import torch
 
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_core.types import GenerateRequest
+from chatlearn_testing.model_directory import read_checkpoint
 from chatlearn_transformers.generator import TransformersGenerator
 from chatlearn_transformers.options import TransformersGeneratorOptions
 
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 def generator(model_dir: Callable[..., Path]) -> Any:
     path = str(model_dir())
     made = TransformersGenerator(
-        TransformersGeneratorOptions(), RoleContext("generator", ModelSource(path, path), device="cuda")
+        TransformersGeneratorOptions(dtype="float32"), RoleContext("generator", ModelSource(path, path), device="cuda")
     )
     made.setup()
     yield made
@@ -52,13 +53,14 @@ def test_greedy_tokens_equal_transformers(
         torch.testing.assert_close(torch.as_tensor(completion.logprobs), logprobs.max(-1).values, rtol=0, atol=2e-3)
 
 
-def test_offload_frees_device_memory(generator: TransformersGenerator) -> None:
+def test_offload_frees_device_memory(generator: TransformersGenerator, model_dir: Callable[..., Path]) -> None:
+    """Beside the weights, torch holds what its matrix library works in, until the process ends."""
+    weights = sum(tensor.nbytes for tensor in read_checkpoint(model_dir()).values())
     held = torch.cuda.memory_allocated()
-    assert held > 0
     generator.offload({"weights", "kv_cache"})
-    assert torch.cuda.memory_allocated() < 0.1 * held
+    assert held - torch.cuda.memory_allocated() >= weights > 0
     generator.onload({"weights", "kv_cache"})
-    assert torch.cuda.memory_allocated() >= 0.9 * held
+    assert torch.cuda.memory_allocated() >= held
 
 
 def test_a_part_frees_as_much_as_it_measured(

@@ -27,7 +27,7 @@ class CTranslate2WeightLoader(ReplicaWeightLoader):
     """Checks what arrives, copies it, and makes the engine's files once everything is there."""
 
     def __init__(self, replica: Replica, expected: WeightManifest, model: Path) -> None:
-        super().__init__(replica, expected, convert_dtype=False)
+        super().__init__(replica, expected, sync_dtype="exact")
         self._serve_directory = replica.serve_directory
         self._model = model
         self._tensors: dict[str, Tensor] = {}

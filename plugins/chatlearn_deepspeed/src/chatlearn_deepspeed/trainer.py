@@ -63,8 +63,7 @@ class DeepSpeedTrainer(MicroBatchTrainer[PackedModel, PackedLayout]):
         options, context = self.options, self.context
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        self._use_device()
         deepspeed = load_deepspeed(self._device, build_ops=options.build_ops)
         torch.manual_seed(context.seed + context.rank)
         self._ranks = join_ranks(options, context)

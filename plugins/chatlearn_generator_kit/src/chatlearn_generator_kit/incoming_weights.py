@@ -17,6 +17,7 @@ from torch import Tensor
 from chatlearn_core.exceptions import ModelError, WeightSyncError
 from chatlearn_core.types import BoxCover, TensorPlace, TensorSpec, WeightManifest, WeightShard
 from chatlearn_core.types.boxes import box_text, extent
+from chatlearn_generator_kit.sync_dtype import SyncDtype
 from chatlearn_hf.checkpoint_names import SAFETENSORS_DTYPES, dtype_name
 from chatlearn_hf.model_directory import weight_files
 
@@ -88,17 +89,17 @@ class IncomingWeights:
     Call ``begin``, then ``checked`` or ``check_specs`` any number of times, then ``finish``; ``reset`` at any time.
     """
 
-    def __init__(self, replica: str, expected: WeightManifest, *, convert_dtype: bool = False) -> None:
+    def __init__(self, replica: str, expected: WeightManifest, *, sync_dtype: SyncDtype = "exact") -> None:
         """Start without an open sync.
 
         Args:
             replica: role, replica and backend, for messages.
             expected: manifest of the model directory; all its tensors must arrive.
-            convert_dtype: whether other dtypes may be offered, because the loader casts.
+            sync_dtype: the dtypes that may be offered; the loader casts.
         """
         self.expected = expected
         self._replica = replica
-        self._convert_dtype = convert_dtype
+        self._sync_dtype = sync_dtype
         self._version: int | None = None
         self._offered: WeightManifest | None = None
         self._needed: WeightManifest = expected
@@ -132,11 +133,15 @@ class IncomingWeights:
                 f"{self._replica} is loading version {self._version}; finish or fail it before version {policy_version}"
             )
         needed = self.expected if manifest.adapter is None else manifest
-        lines = needed.differences(manifest, check_dtype=not self._convert_dtype)
+        lines = needed.differences(
+            _rounded(manifest, needed) if self._sync_dtype == "auto" else manifest,
+            check_dtype=self._sync_dtype != "convert",
+        )
         if lines:
             shown = "\n".join(f"  {line}" for line in lines[:_MAX_LINES])
             more = f"\n  and {len(lines) - _MAX_LINES} more" if len(lines) > _MAX_LINES else ""
-            hint = "" if self._convert_dtype else "; a dtype may differ with the generator's option sync_dtype: convert"
+            convert = "; a dtype may differ with the generator's option sync_dtype: convert"
+            hint = "" if self._sync_dtype == "convert" else convert
             raise WeightSyncError(
                 f"{self._replica} cannot take policy version {policy_version}: {len(lines)} tensors differ from the "
                 f"model directory{hint}\n{shown}{more}"
@@ -313,6 +318,17 @@ class IncomingWeights:
         if spec.dtype != announced.dtype:
             raise WeightSyncError(f"{name}: dtype {spec.dtype} arrived, {announced.dtype} announced")
         return name
+
+
+def _rounded(offered: WeightManifest, needed: WeightManifest) -> WeightManifest:
+    """Return the manifest with bfloat16 for the float32 tensors of which bfloat16 is needed."""
+    names = {name: needed.aliases.get(name, name) for name in offered.tensors}
+    wanted = {name: needed.tensors[target].dtype for name, target in names.items() if target in needed.tensors}
+    tensors = {
+        name: replace(spec, dtype="bfloat16") if (spec.dtype, wanted.get(name)) == ("float32", "bfloat16") else spec
+        for name, spec in offered.tensors.items()
+    }
+    return replace(offered, tensors=tensors)
 
 
 def names_tied_to(manifest: WeightManifest) -> dict[str, list[str]]:

@@ -28,6 +28,7 @@ from chatlearn_generator_kit.incoming_weights import (
     require_payload,
     require_ready,
 )
+from chatlearn_generator_kit.sync_dtype import SyncDtype
 from chatlearn_hosting import SharedBlock, handle_content
 
 _TIMEOUT_PHRASES = ("timed out", "timeout")
@@ -46,7 +47,7 @@ class ReplicaWeightLoader(ABC):
         replica: LoadingReplica,
         expected: WeightManifest,
         *,
-        convert_dtype: bool,
+        sync_dtype: SyncDtype,
         takes_adapters: bool = False,
     ) -> None:
         """Start without an open sync.
@@ -54,11 +55,11 @@ class ReplicaWeightLoader(ABC):
         Args:
             replica: the replica that receives the weights.
             expected: manifest of the model directory; all its tensors must arrive.
-            convert_dtype: whether other dtypes may be offered, because the engine casts.
+            sync_dtype: the dtypes that may be offered; the engine casts.
             takes_adapters: whether the engine serves LoRA adapters instead of whole models.
         """
         self._replica = replica
-        self._incoming = IncomingWeights(replica.name, expected, convert_dtype=convert_dtype)
+        self._incoming = IncomingWeights(replica.name, expected, sync_dtype=sync_dtype)
         self._takes_adapters = takes_adapters
 
     # Methods that each backend implements
@@ -162,7 +163,7 @@ class EngineWeightLoader(ReplicaWeightLoader):
         expected: WeightManifest,
         *,
         num_ranks: int,
-        convert_dtype: bool,
+        sync_dtype: SyncDtype,
         takes_adapters: bool,
         bucket_bytes: int,
     ) -> None:
@@ -172,11 +173,11 @@ class EngineWeightLoader(ReplicaWeightLoader):
             replica: see ``ReplicaWeightLoader``.
             expected: see ``ReplicaWeightLoader``.
             num_ranks: number of engine ranks that join a process group.
-            convert_dtype: see ``ReplicaWeightLoader``.
+            sync_dtype: see ``ReplicaWeightLoader``.
             takes_adapters: see ``ReplicaWeightLoader``.
             bucket_bytes: size of the shared memory that carries tensors to the engine.
         """
-        super().__init__(replica, expected, convert_dtype=convert_dtype, takes_adapters=takes_adapters)
+        super().__init__(replica, expected, sync_dtype=sync_dtype, takes_adapters=takes_adapters)
         self._num_ranks = num_ranks
         self._bucket_bytes = bucket_bytes
         self._copies = names_tied_to(expected)

@@ -81,6 +81,15 @@ class RankTrainer(ABC, Generic[ModelT, OptimizerT]):
 
     # Lifecycle
 
+    def _use_device(self) -> None:
+        """Make a CUDA device the current one: engines put on it what they place without naming a device. The device
+        ``cuda`` becomes the one that is current now.
+        """
+        if self._device.type == "cuda":
+            index = self._device.index
+            self._device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+            torch.cuda.set_device(self._device)
+
     def health(self) -> str | None:
         """See the protocol."""
         if self._model is None:

@@ -95,9 +95,7 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
             self._decode_text,
         )
         self._decoder = decoder
-        self._loader = TransformersWeightLoader(
-            self, model, source.path, dtype, convert_dtype=self._options.sync_dtype == "convert"
-        )
+        self._loader = TransformersWeightLoader(self, model, source.path, dtype, sync_dtype=self._options.sync_dtype)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{self._context.role}-decode")
         if self._options.num_threads is not None:
             self._worker.submit(torch.set_num_threads, self._options.num_threads).result()

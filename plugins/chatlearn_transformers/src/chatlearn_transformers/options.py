@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from chatlearn_generator_kit.sync_dtype import SYNC_DTYPE_HELP, SyncDtype
+
 
 class TransformersGeneratorOptions(BaseModel):
     """Options under ``roles.<generator>.options``."""
@@ -35,10 +37,7 @@ class TransformersGeneratorOptions(BaseModel):
         "recomputed",
         description="Whether unfinished sequences recompute or keep their KV cache after a weight sync.",
     )
-    sync_dtype: Literal["exact", "convert"] = Field(
-        "exact",
-        description="exact: synced tensors must have the model's dtype; convert: they are cast to it.",
-    )
+    sync_dtype: SyncDtype = Field("auto", description=SYNC_DTYPE_HELP)
     num_threads: int | None = Field(
         None,
         ge=1,

@@ -12,6 +12,7 @@ from torch import Tensor
 from chatlearn_core.types import WeightManifest, WeightShard
 from chatlearn_core.types.boxes import slices
 from chatlearn_generator_kit.incoming_weights import LoadingReplica, read_checkpoint
+from chatlearn_generator_kit.sync_dtype import SyncDtype
 from chatlearn_generator_kit.weight_loader import ReplicaWeightLoader
 from chatlearn_hf.checkpoint_names import (
     CheckpointLayout,
@@ -35,9 +36,9 @@ class TransformersWeightLoader(ReplicaWeightLoader):
     """Checks offered weights against the model, copies them in place, and serves them once complete."""
 
     def __init__(
-        self, replica: Replica, model: Any, model_path: str, dtype: torch.dtype, *, convert_dtype: bool
+        self, replica: Replica, model: Any, model_path: str, dtype: torch.dtype, *, sync_dtype: SyncDtype
     ) -> None:
-        super().__init__(replica, expected_manifest(model_path, dtype), convert_dtype=convert_dtype)
+        super().__init__(replica, expected_manifest(model_path, dtype), sync_dtype=sync_dtype)
         self._in_worker = replica.in_worker
         self._model = model
         self._layout: CheckpointLayout = checkpoint_layout(model)
