@@ -41,9 +41,8 @@ from torch import Tensor
 
 from chatlearn_algorithms.policy_loss import PolicyLoss
 from chatlearn_core.types import TrainBatch, cumulative_lengths
-from chatlearn_hf.packed_forward import MAX_LOGITS_ELEMENTS
 from chatlearn_losses import gae, token_logprobs_from_hidden
-from chatlearn_losses.logprobs import MAX_TEMPORARY_ELEMENTS
+from chatlearn_losses.logprobs import default_chunk_tokens, softmax_tokens
 
 AIM = 0.1
 SEED = 5
@@ -66,7 +65,7 @@ Way = Callable[[Tensor, Tensor, Tensor], Scored]
 
 def chatlearn(hidden: Tensor, weight: Tensor, labels: Tensor) -> Scored:
     """Chunks as ``PackedModel`` chooses them."""
-    chunk = max(1, MAX_LOGITS_ELEMENTS // len(weight))
+    chunk = default_chunk_tokens(len(weight), weight.device)
     scored = token_logprobs_from_hidden(
         hidden, weight, labels, chunk_tokens=chunk, with_entropy=True, recompute=len(hidden) > chunk
     )
@@ -193,13 +192,13 @@ def run_apart(name: str, tokens: int, vocabulary: int, args: argparse.Namespace)
     return found
 
 
-def expected_peak(tokens: int, vocabulary: int, width: int) -> dict[str, float]:
+def expected_peak(tokens: int, vocabulary: int, width: int, device: torch.device) -> dict[str, float]:
     """MiB that chatlearn holds at once in the backward pass of a chunk, without tensors of one number per token."""
-    chunk = min(tokens, max(1, MAX_LOGITS_ELEMENTS // vocabulary)) * vocabulary
+    chunk = min(tokens, default_chunk_tokens(vocabulary, device)) * vocabulary
     elements = {
         "chunk_logits": chunk,
         "chunk_logits_gradient": chunk,
-        "softmax_of_part": min(chunk, max(1, MAX_TEMPORARY_ELEMENTS // vocabulary) * vocabulary),
+        "softmax_of_part": min(chunk, softmax_tokens(vocabulary, device) * vocabulary),
         "weight_gradient": vocabulary * width,
         "weight_gradient_of_chunk": vocabulary * width,
     }
@@ -235,7 +234,7 @@ def measure_size(tokens: int, vocabulary: int, args: argparse.Namespace) -> dict
         "vocabulary": vocabulary,
         "logits_mib": round(logits_mib, 1),
         "peak_over_logits": round(peak / logits_mib, 3),
-        "expected_peak_mib": expected_peak(tokens, vocabulary, args.hidden),
+        "expected_peak_mib": expected_peak(tokens, vocabulary, args.hidden, torch.device(args.device)),
         "ways": ways,
     }
 

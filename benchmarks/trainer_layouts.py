@@ -81,12 +81,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--budget", type=int, help="tokens of a micro-batch; 2048 on a CPU, 16384 on a GPU")
+    parser.add_argument("--plain-budget", type=int, help="the plain loop's, which holds all logits; 8192 at most")
     parser.add_argument("--quick", action="store_true", help="few sequences, three layouts, one round")
     arguments = parser.parse_args()
     rounds, steps, count = (1, 1, 12) if arguments.quick else (arguments.rounds, 3, arguments.sequences)
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-    longest, budget = (4096, 8192) if on_gpu else (512, 2048)
+    longest, budget = (4096, arguments.budget or 16_384) if on_gpu else (512, arguments.budget or 2048)
+    plain_budget = arguments.plain_budget or min(budget, 8192)
     lengths = draw_lengths(count, longest)
     batch = make_batch(lengths)
     ways = [*ONE_RANK, *(TWO_RANKS if not on_gpu or torch.cuda.device_count() > 1 else ())]
@@ -105,7 +108,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = str(build_tiny_model(Path(directory) / "model", "qwen3", **(QWEN3_0_6B if on_gpu else TINY)))
         for round_ in range(rounds):
-            [plain] = run_processes(plain_steps, 1, PLAIN, model, batch, device, budget, dtype, steps)
+            [plain] = run_processes(plain_steps, 1, PLAIN, model, batch, device, plain_budget, dtype, steps)
             norms[PLAIN], peaks[PLAIN] = plain["grad_norm"], plain["peak"]
             seconds.setdefault(PLAIN, []).extend(plain["seconds"])
             for way in ways:
@@ -145,7 +148,13 @@ def main() -> None:
         "benchmark": "trainer_layouts",
         "aim": f"at most {MOST_OUTSIDE:.0%} of a step outside forward, backward and optimizer",
         "met": all(way["outside_share"] is None or way["outside_share"] <= MOST_OUTSIDE for way in results.values()),
-        "workload": {"sequences": count, "tokens": sum(lengths), "longest": max(lengths), "budget_tokens": budget},
+        "workload": {
+            "sequences": count,
+            "tokens": sum(lengths),
+            "longest": max(lengths),
+            "budget_tokens": budget,
+            "plain_budget_tokens": plain_budget,
+        },
         "ways": results,
         "rounds": rounds,
         "steps": steps,

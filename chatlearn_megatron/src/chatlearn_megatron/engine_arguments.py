@@ -140,7 +140,7 @@ _REFUSED: Mapping[str, str] = {
     "CUDA graphs need rows of one length": """
         cuda_graph_impl cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool
         cuda_graph_warmup_steps enable_cuda_graph external_cuda_graph""",
-    "only layers of TransformerEngine read it, and this trainer runs the local ones": """
+    "only layers of TransformerEngine read it, and this trainer runs them without it": """
         activation_func_fp8_input_store cpu_offloading cpu_offloading_activations cpu_offloading_double_buffering
         cpu_offloading_num_layers cpu_offloading_weights _cpu_offloading_context delay_wgrad_compute
         disable_parameter_transpose_cache ep_overlap_early_attn_memory_release first_last_layers_bf16 fp4 fp4_param
@@ -266,7 +266,7 @@ DDP = Section(
             "the optimizer's state is sharded over all data parallel ranks": "num_distributed_optimizer_instances",
             _CHECKED: "check_for_large_grads check_for_nan_in_grad",
             "buffers of NCCL are not used": "disable_symmetric_registration nccl_ub",
-            "only layers of TransformerEngine read it, and this trainer runs the local ones": """delay_wgrad_compute
+            "only layers of TransformerEngine read it, and this trainer runs them without it": """delay_wgrad_compute
                 fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag""",
             _FSDP: """data_parallel_sharding_strategy fsdp_double_buffer fsdp_manual_registration
                 gradient_reduce_div_fusion keep_fp8_transpose_cache outer_dp_sharding_strategy preserve_fp32_weights

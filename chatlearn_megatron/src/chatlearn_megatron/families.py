@@ -124,7 +124,6 @@ def _qwen3_moe_arguments(config: Any) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
     }
 
 
@@ -198,7 +197,6 @@ def _deepseek_v3_arguments(config: Any) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
     }
 
 

@@ -32,7 +32,7 @@ from chatlearn_hf.own_head import trunk_of
 from chatlearn_hf.sequence_rope import give_each_sequence_its_rope
 from chatlearn_hf.token_outputs import RequestedLogprobs
 from chatlearn_hf.varlen_attention import PackedLayout
-from chatlearn_losses import TokenLogprobs, token_logprobs_from_hidden
+from chatlearn_losses import TokenLogprobs, default_chunk_tokens, token_logprobs_from_hidden
 from chatlearn_megatron import cpu_compatibility
 from chatlearn_megatron.adapters import (
     AdaptedColumnLinear,
@@ -52,15 +52,13 @@ from chatlearn_megatron.attention import (
     RMSNorm,
 )
 from chatlearn_megatron.engine_arguments import native
+from chatlearn_megatron.engine_layers import engine_layers, place_name, uses_transformer_engine
 from chatlearn_megatron.families import MegatronFamily, family_of
 from chatlearn_megatron.layouts import refusal, sizes_of_arguments
 from chatlearn_megatron.options import MegatronOptions
 from chatlearn_megatron.parallel import MegatronRanks
 from chatlearn_megatron.pieces import Heads, Piece, Place, pieces_of, rows_of
 from chatlearn_megatron.vocabulary import sharded_logprobs
-
-MAX_LOGITS_ELEMENTS = 1 << 25
-"""Default number of logits (tokens x this rank's vocabulary) held at once, 128 MiB in float32."""
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]  # Megatron-Core is not typed
@@ -175,7 +173,7 @@ class MegatronModel:
         shard = self.ranks.shard(expert=False)
         first = shard.rank * weight.shape[0]
         weight = weight[: max(0, min(weight.shape[0], self.vocab_size - first))]
-        chunk = self.logits_chunk_tokens or max(1, MAX_LOGITS_ELEMENTS // max(1, weight.shape[0]))
+        chunk = self.logits_chunk_tokens or default_chunk_tokens(weight.shape[0], weight.device)
         chunk = min(chunk, max(1, len(hidden)))
         if shard.size > 1:
             return sharded_logprobs(
@@ -306,7 +304,9 @@ def build_model(
     arguments = family.arguments(text)
     check_sizes(arguments, int(text.vocab_size), options, source.path, context.world_size)
     device = torch.device(context.device)
-    config = _transformer_config(arguments, options, context)
+    has_latents, has_experts = (bool(arguments.get(name)) for name in ("multi_latent_attention", "num_moe_experts"))
+    fused = uses_transformer_engine(options, context, has_latent_attention=has_latents)
+    config = _transformer_config(arguments | {"moe_grouped_gemm": fused and has_experts}, options, context)
     layout = checkpoint_layout(hf)
     places = dict(family.places(text))
     if options.lora is not None:
@@ -326,7 +326,11 @@ def build_model(
         with cpu_compatibility.without_cuda_copies(device):
             chunk = PackedGPT(
                 config=config,
-                transformer_layer_spec=_layer_spec(config, virtual, with_adapters=options.lora is not None),
+                transformer_layer_spec=(
+                    engine_layers(config, virtual)
+                    if fused
+                    else _layer_spec(config, virtual, with_adapters=options.lora is not None)
+                ),
                 vocab_size=-(-int(text.vocab_size) // options.tensor_parallel) * options.tensor_parallel,
                 max_sequence_length=int(text.max_position_embeddings),
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
@@ -339,6 +343,8 @@ def build_model(
                 score_bias="score.bias" in names,
                 padding_id=getattr(hf.get_input_embeddings(), "padding_idx", None),
             )
+        if chunk.pre_process and not family.rotary:
+            chunk.embedding.position_embeddings.to(config.params_dtype)  # Megatron-Core leaves them in float32
         chunks.append(chunk.to(device))
     rotary = None
     if family.rotary:
@@ -496,8 +502,10 @@ def _heads(config: TransformerConfig) -> Heads:
 
 
 def _indices(chunk: PackedGPT, name: str, ranks: MegatronRanks) -> tuple[dict[str, int], str]:
-    """Return the indices of layer and expert in the whole model, and the name with placeholders for them."""
-    parts = name.split(".")
+    """Return the indices of layer and expert in the whole model, and the name with placeholders for them, as
+    Megatron-Core's own layers have it.
+    """
+    parts = place_name(name).split(".")
     indices: dict[str, int] = {}
     if parts[:2] == ["decoder", "layers"]:
         offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)

@@ -50,6 +50,13 @@ class MegatronOptions(AdapterTrainerOptions):
         "float32",
         description="Dtype of forward and backward passes; the optimizer updates float32 weights in either case.",
     )
+    transformer_engine: bool | None = Field(
+        None,
+        description=(
+            "Run TransformerEngine's layers; null: on GPUs where it is installed, but for float32, adapters and latent"
+            " attention."
+        ),
+    )
     num_threads: int | None = Field(
         None, ge=1, le=1024, description="Number of torch intra-op threads; null keeps torch's default."
     )
@@ -95,6 +102,11 @@ class MegatronOptions(AdapterTrainerOptions):
             raise ValueError(
                 f"expert_parallel {self.expert_parallel} with tensor_parallel {self.tensor_parallel} needs"
                 " sequence_parallel: true, because Megatron-Core dispatches each token once"
+            )
+        if self.lora is not None and self.transformer_engine:
+            raise ValueError(
+                "transformer_engine: true with lora: adapters run on Megatron-Core's own layers; set"
+                " transformer_engine: null, or remove lora"
             )
         if self.lora is not None and self.lora.dropout:
             raise ValueError(

@@ -56,6 +56,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
                 "gradient_checkpointing",
                 "max_tokens_per_micro_batch",
                 "logits_chunk_tokens",
+                "transformer_engine",
                 "num_threads",
             ),
         )

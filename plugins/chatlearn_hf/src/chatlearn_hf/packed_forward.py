@@ -15,14 +15,10 @@ from chatlearn_hf.own_head import own_head, trunk_of
 from chatlearn_hf.sequence_rope import give_each_sequence_its_rope
 from chatlearn_hf.token_outputs import RequestedLogprobs, TokenOutputs
 from chatlearn_hf.varlen_attention import VARLEN_ATTENTION, PackedLayout
-from chatlearn_losses import TokenLogprobs, token_logprobs_from_hidden
+from chatlearn_losses import TokenLogprobs, default_chunk_tokens, token_logprobs_from_hidden
 
 Rows = Literal["packed", "padded"]
 """How sequences pass through the trunk: concatenated in one row, or each in its own right-padded row."""
-
-MAX_LOGITS_ELEMENTS = 1 << 25
-"""Default number of logits (tokens x vocabulary) held at once, 128 MiB in float32. Logits that fit into one chunk are
-kept for the backward pass; otherwise they are recomputed there."""
 
 
 class PackedModel(nn.Module):
@@ -35,8 +31,8 @@ class PackedModel(nn.Module):
         model: from ``load_model``; its attention must be ``chatlearn_varlen``, ``sdpa``, ``eager`` or a flash
             attention of transformers.
         head: the model's head.
-        logits_chunk_tokens: number of tokens whose logits are held at once; None derives it from
-            ``MAX_LOGITS_ELEMENTS``.
+        logits_chunk_tokens: number of tokens whose logits are held at once; None: ``default_chunk_tokens``. Logits that
+            fit into one chunk are kept for the backward pass; otherwise they are recomputed there.
 
     Attributes:
         rows: ``packed``, or ``padded`` for trunks that would mix the sequences of one row; ``padded`` does not work
@@ -171,7 +167,7 @@ class PackedModel(nn.Module):
 
     def _logprobs(self, rows: Tensor, labels: Tensor, requested: RequestedLogprobs) -> TokenLogprobs:
         num_rows = rows.shape[0]
-        chunk = self.logits_chunk_tokens or max(1, MAX_LOGITS_ELEMENTS // self.vocab_size)
+        chunk = self.logits_chunk_tokens or default_chunk_tokens(self.vocab_size, rows.device)
         return token_logprobs_from_hidden(
             rows,
             own_head(self.model),

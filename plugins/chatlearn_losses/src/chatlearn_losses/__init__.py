@@ -13,6 +13,7 @@ from chatlearn_losses.importance import (
 from chatlearn_losses.kl import KLClamp, KLEstimator, KLWeight, full_kl, kl_estimate, topk_kl
 from chatlearn_losses.logprobs import (
     TokenLogprobs,
+    default_chunk_tokens,
     logprobs_at,
     prediction_rows,
     token_logprobs,
@@ -61,6 +62,7 @@ __all__ = [
     "clipped_policy_loss",
     "clipped_value_loss",
     "clipped_weight_loss",
+    "default_chunk_tokens",
     "discounted_returns",
     "dpo_loss",
     "full_kl",

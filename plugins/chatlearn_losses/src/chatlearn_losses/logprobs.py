@@ -18,11 +18,24 @@ from torch.utils.checkpoint import checkpoint
 
 DEFAULT_CHUNK_TOKENS = 1024
 """1024 rows of a 150k vocabulary are 0.6 GB in float32."""
-MAX_TEMPORARY_ELEMENTS = 1 << 24
-"""Elements of the tensors that the softmax of a chunk of logits works with at once, 64 MiB in float32: so a chunk costs
-little more memory than its logits and their gradient. On a CPU, glibc returns tensors above 32 MiB to the system at
-once; smaller ones of changing sizes would fragment its heap.
+_CHUNK_ELEMENTS, _CHUNK_ELEMENTS_ON_GPU = 1 << 25, 1 << 27
+"""Logits held at once, 128 and 512 MiB in float32. A GPU computes small chunks faster than Python starts their
+kernels."""
+_TEMPORARY_SHARE = 2
+"""The softmax of a chunk of logits works with tensors of half as many elements at once: so a chunk costs little more
+memory than its logits and their gradient. On a CPU, glibc returns tensors above 32 MiB to the system at once; smaller
+ones of changing sizes would fragment its heap.
 """
+
+
+def default_chunk_tokens(vocab_size: int, device: torch.device) -> int:
+    """Return the number of rows whose logits are held at once, unless a user chooses another."""
+    return max(1, (_CHUNK_ELEMENTS_ON_GPU if device.type == "cuda" else _CHUNK_ELEMENTS) // max(1, vocab_size))
+
+
+def softmax_tokens(vocab_size: int, device: torch.device) -> int:
+    """Return the number of rows of a chunk of logits whose softmax is computed at once."""
+    return max(1, default_chunk_tokens(vocab_size, device) // _TEMPORARY_SHARE)
 
 
 class TokenLogprobs(NamedTuple):
@@ -112,7 +125,7 @@ def token_logprobs_from_hidden(
         rows: Tensor, row_labels: Tensor, row_ids: Tensor | None, row_kept: Tensor | None, known: list[_RowValues]
     ) -> TokenLogprobs:
         logits = project(rows)
-        part_tokens = min(chunk_tokens, max(1, MAX_TEMPORARY_ELEMENTS // logits.shape[-1]))
+        part_tokens = min(chunk_tokens, softmax_tokens(logits.shape[-1], logits.device))
         scored = _scored(logits, row_labels, temperature, part_tokens, with_entropy, known)
         topk_ids = logits.detach().topk(top_k, dim=-1).indices if top_k else None
         return scored._replace(
