@@ -200,7 +200,8 @@ def _outcome(
     kind: Kind, package: str, mutant: SourceMutant | None, name: str, found: Mapping[str, Any], seconds: float
 ) -> Outcome:
     failed = f"{found['failed']} ({found['phase']})" if found["failed"] else ""
-    reason = str(found.get("reason", "")).partition("\n    For further information")[0][:500]  # an address, by pydantic
+    reason = str(found.get("reason", "")).partition("\n    For further information")[0]  # an address, by pydantic
+    reason = _without_own_paths(reason)[:500]
     if mutant is None:
         unused = {m.caught_by for m in MUTANTS if (m.kind, m.package) == (kind, package) and m.file != RECORDS} - set(
             found.get("passed", ())
@@ -210,6 +211,13 @@ def _outcome(
         return Outcome(name, kind, package, "", "failed" if failed else "passed", failed, round(seconds, 1), reason)
     verdict = "caught" if failed else "explained" if mutant.equivalent else "survived"
     return Outcome(name, kind, package, GROUPS[mutant.caught_by], verdict, failed, round(seconds, 1), reason)
+
+
+def _without_own_paths(reason: str) -> str:
+    """Return a reason with paths relative to the repository and to the interpreter, as on any machine."""
+    for directory in (ROOT, Path(sys.prefix), Path(sys.base_prefix)):
+        reason = reason.replace(f"{directory}/", "")
+    return reason
 
 
 def run_all(mutants: Sequence[SourceMutant], processes: int, limit_s: float, patience_s: float) -> Iterator[Outcome]:

@@ -64,8 +64,7 @@ class FSDPOptions(PackedTrainerOptions):
         return self
 
     def mesh_sizes(self, ranks: int) -> tuple[int, int, int]:
-        """Return ``dp_replicate`` and ``dp_shard`` with null filled in, and the ranks that share each
-        slice.
+        """Return ``dp_replicate`` and ``dp_shard`` with null filled in, and the ranks that share each slice.
 
         Raises:
             ValueError: their product is not the number of ranks.

@@ -42,8 +42,7 @@ class _PhaseColumn(ProgressColumn):
 class ProgressBar(RunListener):
     """Shows phase, step, reward, length, tokens/s and the remaining time; without a terminal, prints occasional lines.
 
-    A long phase is never silent, so that nobody takes a run that loads a model or makes a large step for one that
-    hangs.
+    A run that takes long to start, or over one step, says what it is doing and for how long.
     """
 
     def __init__(self, *, show: bool = True, counts_tokens: bool = False, console: Console | None = None) -> None:
