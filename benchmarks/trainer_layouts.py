@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from machine import installed_version, machine_facts
-from trainer_ranks import ONE_RANK, TWO_RANKS, run_processes, run_ranks
+from trainer_ranks import ONE_RANK, TWO_RANKS, Layout, run_processes, run_ranks
 from trainer_steps import (
     DENSE_BF16_PEAK,
     NORM_TOLERANCE,
@@ -93,6 +93,8 @@ def main() -> None:
     lengths = draw_lengths(count, longest)
     batch = make_batch(lengths)
     ways = [*ONE_RANK, *(TWO_RANKS if not on_gpu or torch.cuda.device_count() > 1 else ())]
+    if on_gpu and installed_version("transformer-engine") is not None:
+        ways.append(Layout("megatron, own layers", "megatron", 1, {"transformer_engine": False}))
     if arguments.quick:
         ways = [way for way in ways if way.name in ("fsdp, 1 rank", "megatron, PP 2", "deepspeed, ZeRO-3")]
     options = {
@@ -159,7 +161,10 @@ def main() -> None:
         "rounds": rounds,
         "steps": steps,
         "gpu": gpu,
-        "versions": {name: installed_version(name) for name in ("transformers", "megatron-core", "deepspeed")},
+        "versions": {
+            name: installed_version(name)
+            for name in ("transformers", "megatron-core", "transformer-engine", "deepspeed")
+        },
         "machine": machine_facts(),
     }
     print(json.dumps(line))
