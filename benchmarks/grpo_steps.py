@@ -1,4 +1,4 @@
-"""GRPO steps of a prepared workload through ChatLearn's executor; run as a program, in a process of its own.
+"""Steps (GRPO or SFT) of a prepared workload through ChatLearn's executor; run as a program, in a process of its own.
 
     python benchmarks/grpo_steps.py MODEL DATA RUN_DIR '{"steps": 4, ...}'
 
@@ -25,40 +25,38 @@ KIB = 1024
 
 def configuration(model: str, data: str, run_dir: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A run of the embedded default that writes and evaluates as little as it can."""
+    is_sft = settings.get("method") == "sft"
+    trainer = {
+        "kind": "trainer",
+        "backend": "fsdp",
+        "device": "cpu",
+        "options": {
+            "learning_rate": settings["learning_rate"],
+            "max_tokens_per_micro_batch": settings.get("max_tokens_per_micro_batch", 8192),
+        },
+    }
+    generator = {
+        "kind": "generator",
+        "backend": "transformers",
+        "device": "cpu",
+        "options": {"max_num_sequences": settings["samples"]},
+    }
+    grpo = {
+        "group_size": settings["group_size"],
+        "recompute_old_logprobs": settings.get("recompute_old_logprobs", False),
+    }
+    sampler = {"generator": generator, "reward": {"kind": "reward", "backend": "gsm8k"}}
     return {
         "name": "benchmark",
         "output_dir": run_dir,
         "model": {"path": model},
         "data": {
-            "train": [{"path": data, "format": "prompt"}],
+            "train": [{"path": data, "format": "sft" if is_sft else "prompt"}],
             "apply_chat_template": False,
             "shuffle": False,
         },
-        "algorithm": {
-            "name": "grpo",
-            "options": {
-                "group_size": settings["group_size"],
-                "recompute_old_logprobs": settings["recompute_old_logprobs"],
-            },
-        },
-        "roles": {
-            "trainer": {
-                "kind": "trainer",
-                "backend": "fsdp",
-                "device": "cpu",
-                "options": {
-                    "learning_rate": settings["learning_rate"],
-                    "max_tokens_per_micro_batch": settings.get("max_tokens_per_micro_batch", 8192),
-                },
-            },
-            "generator": {
-                "kind": "generator",
-                "backend": "transformers",
-                "device": "cpu",
-                "options": {"max_num_sequences": settings["samples"]},
-            },
-            "reward": {"kind": "reward", "backend": "gsm8k"},
-        },
+        "algorithm": {"name": "sft"} if is_sft else {"name": "grpo", "options": grpo},
+        "roles": {"trainer": trainer} | ({} if is_sft else sampler),
         "sampling": {"max_tokens": settings["completion_tokens"]},
         "train": {"steps": settings["steps"], "prompts_per_step": settings["prompts"]},
         "checkpoint": {"export": False},

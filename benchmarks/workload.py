@@ -1,4 +1,4 @@
-"""The GRPO work that the benchmarks time: a small Qwen3 from scratch and arithmetic word problems, made from a seed."""
+"""The work that the benchmarks time: a small Qwen3 from scratch and arithmetic word problems, made from a seed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import safe_open
 
@@ -14,11 +14,15 @@ from chatlearn_data.arithmetic import problems, prompt_records, solution, vocabu
 from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
 
 DRAW_SEED = 7
+MOST_PROBLEMS = 12
+"""In one demonstration, which has at least one: so lengths differ by a factor of ten."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One step's work: ``prompts`` x ``group_size`` completions of ``completion_tokens`` each, one optimizer update."""
+    """One step's work, with one optimizer update. ``grpo``: ``prompts`` x ``group_size`` completions of
+    ``completion_tokens`` each; ``sft``: ``prompts`` demonstrations of uneven lengths.
+    """
 
     name: str
     hidden: int = 128
@@ -30,14 +34,17 @@ class Workload:
     """Exactly this many where ``fixed_length``, else at most."""
     fixed_length: bool = False
     learning_rate: float = 1e-4
+    method: Literal["grpo", "sft"] = "grpo"
 
     @property
     def samples(self) -> int:
-        """Completions a step."""
-        return self.prompts * self.group_size
+        """Completions or demonstrations a step."""
+        return self.prompts * (self.group_size if self.method == "grpo" else 1)
 
     def prepare(self, directory: Path, steps: int) -> PreparedWorkload:
-        """Write the model and one JSONL row of (id, prompt text, ground truth) for every prompt of ``steps`` steps."""
+        """Write the model, and one JSONL row for every prompt of ``steps`` steps: id, prompt text, and ground truth or
+        completion.
+        """
         rows = list(prompt_records(problems(), "train", self.prompts * steps, DRAW_SEED))
         texts = [f"{row['prompt'][0]['content']} Answer: " for row in rows]
         corpus = [*texts, *(solution(problem) for problem in problems())]
@@ -54,13 +61,14 @@ class Workload:
         )
         data = directory / "prompts.jsonl"
         with data.open("w", encoding="utf-8") as file:
-            for row, text in zip(rows, texts, strict=True):
-                record = {
-                    "id": row["id"],
-                    "prompt": text,
+            for index, (row, text) in enumerate(zip(rows, texts, strict=True)):
+                record = {"id": row["id"], "prompt": text}
+                if self.method == "sft":
+                    more = problems()[index :: self.prompts * steps][: index % MOST_PROBLEMS]
+                    record["completion"] = " ".join(solution(problem) for problem in (problems()[-1], *more))
+                else:
                     # The policy is untrained: a truth that it hits now and then gives groups whose rewards differ.
-                    "ground_truth": "7",
-                }
+                    record["ground_truth"] = "7"
                 file.write(json.dumps(record) + "\n")
         return PreparedWorkload(self, model, data, steps)
 

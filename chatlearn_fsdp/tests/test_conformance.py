@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from chatlearn_fsdp.conformance import RANK_LAYOUTS
 from chatlearn_hf.tiny import build_tiny_model
 from chatlearn_testing.suites import TrainerConformance
 
@@ -19,6 +20,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestFSDP(TrainerConformance):
     backend = "fsdp"
     load_reference = "chatlearn_hf.plain_forward:load_plain_model"
+    rank_layouts = RANK_LAYOUTS
 
 
 @pytest.mark.gpu

@@ -156,8 +156,9 @@ def load(directory: Path, state: TrainerState) -> None:
     except _UNREADABLE as error:
         raise _unreadable(shards, error) from error
     for name, chunk in _named_chunks(state.model):
+        missing, _ = chunk.load_state_dict(content[name], strict=False)
         # Frozen weights are those that the model directory has.
-        chunk.load_state_dict(content[name], strict=state.lora is None)
+        assert not any(map(state.model.saves, missing)), "the reader finds everything or raises"
     if state.optimizer is not None:
         if with_optimizer:
             with cpu_compatibility.without_cuda_copies(state.device):
@@ -225,7 +226,7 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
 def allocate(optimizer: torch.optim.Optimizer, _: Any = None) -> None:
     """Give every parameter of one torch optimizer its initial state."""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if isinstance(optimizer, torch.optim.SGD):
+        if "momentum" in optimizer.defaults:  # torch's SGD, or TransformerEngine's
             if optimizer.defaults["momentum"]:
                 optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
             continue
@@ -248,9 +249,7 @@ def _content(state: TrainerState, *, with_optimizer: bool, loading: bool) -> dic
         metadata["non_homogeneous_layers"] = True  # some layers may have no adapters
     content: dict[str, Any] = {
         name: {
-            key: tensor
-            for key, tensor in chunk.sharded_state_dict(metadata=metadata).items()
-            if state.model.trains(key)
+            key: tensor for key, tensor in chunk.sharded_state_dict(metadata=metadata).items() if state.model.saves(key)
         }
         for name, chunk in _named_chunks(state.model)
     }

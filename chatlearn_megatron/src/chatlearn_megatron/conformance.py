@@ -73,10 +73,18 @@ def build_family_model(directory: Path, model_type: str) -> Path:
     return directory
 
 
+RANK_LAYOUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"tensor_parallel": 2, "sequence_parallel": True},
+    {"pipeline_parallel": 2},
+    {"context_parallel": 2},
+)
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "trainer/megatron": {
         "build_model": "chatlearn_hf.tiny:build_tiny_model",
         "load_reference": "chatlearn_hf.plain_forward:load_plain_model",
+        "rank_layouts": RANK_LAYOUTS,
         "engine_state": ENGINE_STATE,
     },
 } | {

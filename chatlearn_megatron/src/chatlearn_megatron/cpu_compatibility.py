@@ -2,7 +2,8 @@
 
 Megatron-Core asks CUDA for its current device, its random state and the type of its tensors. In a process without CUDA
 the modules of ``megatron.core`` get a stand-in for ``torch`` whose factories allocate on the CPU and whose ``cuda``
-answers for the CPU; torch itself is unchanged. A run on GPUs needs one change at most: ``install_torch_steps``.
+answers for the CPU; torch itself is unchanged. On GPUs with TransformerEngine nothing is changed; where it is missing,
+``complete_without_engine`` repairs what Megatron-Core gets wrong without it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from torch import Tensor
 
 from chatlearn_core.exceptions import BackendError
@@ -37,7 +39,23 @@ _MODULES = (
     "megatron.core.transformer.multi_latent_attention",
 )
 """Modules to import before the stand-in is put in place; they import the others."""
-_installed = _counts_torch_steps = False
+_installed = _completed = False
+
+
+def complete_without_engine() -> None:
+    """Where TransformerEngine is not installed, define two names that Megatron-Core reads all the same, and let
+    distributed optimizers load the step counts of torch's AdamW. A repeated call changes nothing.
+
+    Raises:
+        BackendError: another version of megatron-core is installed.
+    """
+    global _completed
+    if _completed or HAVE_TE:
+        return
+    _require_version("without TransformerEngine")
+    _define_missing_names()
+    _replace_step_counts()
+    _completed = True
 
 
 def install() -> None:
@@ -58,25 +76,10 @@ def install() -> None:
         _replace_dispatcher_copies()
         _replace_uneven_collectives()
         _replace_type_checks()
-        _replace_missing_classes()
+        if HAVE_TE:
+            _replace_optimizers()
+            _replace_step_counts()
         _installed = True
-    install_torch_steps()
-
-
-def install_torch_steps() -> None:
-    """Let distributed optimizers load the step counts of torch's AdamW. Megatron-Core takes it, on GPUs as well, where
-    neither TransformerEngine nor Apex is installed. A repeated call changes nothing.
-
-    Raises:
-        BackendError: another version of megatron-core is installed.
-    """
-    global _counts_torch_steps
-    from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
-
-    if USING_PYTORCH_OPTIMIZER and not _counts_torch_steps:
-        _require_version("without TransformerEngine and Apex")
-        _replace_step_counts()
-        _counts_torch_steps = True
 
 
 def _require_version(where: str) -> None:
@@ -204,14 +207,12 @@ def _replace_random_state() -> None:
 
 def _replace_dispatcher_copies() -> None:
     """The dispatcher turns its split sizes into numpy arrays only if they are CUDA tensors."""
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.cpu().numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
-    if not hasattr(moe_utils, "te_general_gemm"):  # read without TransformerEngine, but defined only with it
-        moe_utils.te_general_gemm = None
 
 
 @contextlib.contextmanager
@@ -282,12 +283,29 @@ def _replace_uneven_collectives() -> None:
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
 
 
-def _replace_missing_classes() -> None:
-    """Latent attention asks whether its layers are TransformerEngine's, also where that is not installed."""
+def _define_missing_names() -> None:
+    """Routers multiply with one, and latent attention asks whether its layers are of the other's kind."""
     from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
 
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.TELinear = type("TELinear", (), {})
+
+
+def _replace_optimizers() -> None:
+    """TransformerEngine's optimizers, which Megatron-Core takes where it is installed, need CUDA."""
+    from megatron.core import optimizer as optimizers
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+
+    optimizers.Adam, optimizers.SGD, optimizers.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, torch.optim.SGD, True
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = False
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    for module in (clip_grads, optimizer):
+        module.multi_tensor_applier = utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
 
 
 def _replace_type_checks() -> None:

@@ -14,7 +14,6 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -23,7 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from chatlearn_core.exceptions import BackendError, ConfigError, ModelError
+from chatlearn_core.exceptions import ConfigError, ModelError
 from chatlearn_core.protocols import Head, ModelSource, RoleContext
 from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout
 from chatlearn_hf.lora import LoraSettings, adapter_names, adapters
@@ -203,6 +202,12 @@ class MegatronModel:
         """
         return not self.adapter_shapes or is_adapter(name) or name.startswith("score.")
 
+    def saves(self, name: str) -> bool:
+        """Whether checkpoints hold an entry of a chunk's state: what training changes, but no state of
+        TransformerEngine, so that they resume with either kind of layers.
+        """
+        return self.trains(name) and not name.endswith("_extra_state")
+
     def adapter_pieces(self) -> Iterator[Piece]:
         """Yield the parts of the adapters that this rank holds, under peft's names."""
         for chunk in self.chunks:
@@ -294,7 +299,7 @@ def build_model(
     Raises:
         ModelError: the architecture or an adapter is not supported, or sizes cannot be split over the ranks.
         ConfigError: Megatron-Core refuses the configuration.
-        BackendError: the attention needs a package that is not installed.
+        BackendError: TransformerEngine is required, but cannot run.
     """
     hf = build_on_meta(
         local_directory(source.path), source.head, attention="eager", trust_remote_code=source.trust_remote_code
@@ -469,11 +474,6 @@ def _layer_spec(config: TransformerConfig, virtual: int | None, *, with_adapters
                 parts.mlp.submodules.linear_fc1 = AdaptedColumnLinear
                 parts.mlp.submodules.linear_fc2 = AdaptedRowLinear
         if config.multi_latent_attention:
-            if not isinstance(multi_latent_attention.TELinear, type):
-                raise BackendError(
-                    "latent attention of megatron-core needs TransformerEngine on a GPU; run: pip install"
-                    " transformer-engine[pytorch], or use backend: fsdp"
-                )
             parts.self_attention.module = PackedLatentAttention
             attention.core_attention = PackedLatentCore
             attention.q_layernorm = attention.kv_layernorm = LatentNorm

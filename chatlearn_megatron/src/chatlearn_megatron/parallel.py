@@ -131,10 +131,9 @@ def join_ranks(options: MegatronOptions, context: RoleContext) -> MegatronRanks:
     except ValueError as error:
         raise ConfigError(f"roles.{context.role}.options: {error}") from error
     device = torch.device(context.device)
+    cpu_compatibility.complete_without_engine()
     if device.type == "cpu":
         cpu_compatibility.install()
-    else:
-        cpu_compatibility.install_torch_steps()
     sizes = (
         options.tensor_parallel,
         options.pipeline_parallel,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chatlearn_deepspeed.conformance import ENGINE_STATE
+from chatlearn_deepspeed.conformance import ENGINE_STATE, RANK_LAYOUTS
 from chatlearn_hf.tiny import build_tiny_model
 from chatlearn_testing.suites import TrainerConformance
 
@@ -20,6 +20,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestDeepSpeed(TrainerConformance):
     backend = "deepspeed"
     load_reference = "chatlearn_hf.plain_forward:load_plain_model"
+    rank_layouts = RANK_LAYOUTS
     engine_state = ENGINE_STATE
 
 

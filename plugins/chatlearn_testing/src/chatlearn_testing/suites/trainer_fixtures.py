@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -32,9 +32,12 @@ closes it after the test.
 class TrainerFixtures(ModelSuite, ConformanceSuite):
     """The fixture ``make_trainer`` and the attributes that configure it."""
 
-    settable: ClassVar[frozenset[str]] = frozenset({"micro_batch_options"})
+    settable: ClassVar[frozenset[str]] = frozenset({"micro_batch_options", "rank_layouts"})
     micro_batch_options: ClassVar[Mapping[str, Any] | None] = None
     """Options under which a micro-batch holds few tokens; None: ``max_tokens_per_micro_batch``."""
+
+    rank_layouts: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
+    """Options of two ranks, beside the suite's, in each layout that is tried."""
 
     @pytest.fixture
     def make_trainer(self, model_directory: Path) -> Iterator[MakeTrainer]:

@@ -67,8 +67,8 @@ class TrainerPromisesContract(TrainerFixtures, ConformanceSuite):
     def test_declared_ranks_work(
         self, make_trainer: MakeTrainer, model_directory: Path, batch: TrainBatch, tmp_path: Path
     ) -> None:
-        """Two ranks have ranks and sizes of their own or are parts of one model, stream the same model as one rank, and
-        make the same step; with ``reshards``, they load the checkpoint of one rank.
+        """In each of ``rank_layouts`` two ranks have ranks and sizes of their own or are parts of one model, stream the
+        same model as one rank, and make the same step; with ``reshards``, they load the checkpoint of one rank.
         """
         record = self.record()
         if record.max_ranks == 1:
@@ -82,28 +82,37 @@ class TrainerPromisesContract(TrainerFixtures, ConformanceSuite):
             alone.save(checkpoint)
         alone.update(loss.prepare(batch), loss)
         expected = stream(alone)
+        for layout in self.rank_layouts:
+            what = f"{RANKS} ranks" + (f" with {dict(layout)}" if layout else "")
+            found = self._work_of_ranks(layout, model_directory, batch, checkpoint)
+            errors = [str(one["error"]) for one in found if "error" in one]
+            assert not errors, f"{what} do not work: {errors}"
+            places = [(one["rank"], one["size"]) for one in found]
+            assert places in ([(0, RANKS), (1, RANKS)], [(0, 1), (0, 1)]), (
+                f"data-parallel ranks and sizes of {what} are {places}"
+            )
+            if places == [(0, 1), (0, 1)]:
+                assert record.parallel, (
+                    f"{what} each say that they are the only one, and no dimension divides the model"
+                )
+            streamed: dict[str, Any] = {}
+            for one in found:
+                streamed |= one["weights"]
+            assert streamed.keys() == expected.keys(), f"{what} stream other tensors than one"
+            for name, values in streamed.items():
+                apart = float((torch.from_numpy(values).double() - expected[name].double()).abs().max())
+                assert apart <= LEARNING_RATE / 2, f"{name}: after the same step, {what} and one differ by {apart}"
+
+    def _work_of_ranks(
+        self, layout: Mapping[str, Any], directory: Path, batch: TrainBatch, checkpoint: Path | None
+    ) -> list[dict[str, Any]]:
         rendezvous = f"tcp://127.0.0.1:{_free_port()}"
-        ranks = [_Rank(type(self), index, rendezvous, model_directory, batch, checkpoint) for index in range(RANKS)]
+        ranks = [_Rank(type(self), index, layout, rendezvous, directory, batch, checkpoint) for index in range(RANKS)]
         try:
-            found = [rank.result(self.patience_s) for rank in ranks]
+            return [rank.result(self.patience_s) for rank in ranks]
         finally:
             for rank in ranks:
                 rank.end()
-        errors = [str(one["error"]) for one in found if "error" in one]
-        assert not errors, f"{RANKS} ranks do not work: {errors}"
-        places = [(one["rank"], one["size"]) for one in found]
-        assert places in ([(0, RANKS), (1, RANKS)], [(0, 1), (0, 1)]), (
-            f"data-parallel ranks and sizes of {RANKS} ranks are {places}"
-        )
-        if places == [(0, 1), (0, 1)]:
-            assert record.parallel, "two ranks each say that they are the only one, and no dimension divides the model"
-        streamed: dict[str, Any] = {}
-        for one in found:
-            streamed |= one["weights"]
-        assert streamed.keys() == expected.keys(), "two ranks stream other tensors than one"
-        for name, values in streamed.items():
-            apart = float((torch.from_numpy(values).double() - expected[name].double()).abs().max())
-            assert apart <= LEARNING_RATE / 2, f"{name}: after the same step, two ranks and one differ by {apart}"
 
     def test_the_work_of_a_trainer_leaves_the_process_as_it_was(
         self, make_trainer: MakeTrainer, batch: TrainBatch, tmp_path: Path
@@ -191,6 +200,7 @@ class _Rank:
         self,
         suite: type[TrainerFixtures],
         index: int,
+        layout: Mapping[str, Any],
         rendezvous: str,
         directory: Path,
         batch: TrainBatch,
@@ -199,7 +209,7 @@ class _Rank:
         self._pipe, theirs = multiprocessing.Pipe()
         # Forked: a new interpreter would load torch and the engine once more.
         self._process = multiprocessing.get_context("fork").Process(
-            target=_be_rank, args=(theirs, suite, index, rendezvous, directory, batch, checkpoint), daemon=True
+            target=_be_rank, args=(theirs, suite, index, layout, rendezvous, directory, batch, checkpoint), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -225,6 +235,7 @@ def _be_rank(
     pipe: Connection,
     suite: type[TrainerFixtures],
     index: int,
+    layout: Mapping[str, Any],
     rendezvous: str,
     directory: Path,
     batch: TrainBatch,
@@ -236,7 +247,7 @@ def _be_rank(
         context = RoleContext(
             "trainer", source, rank=index, world_size=RANKS, device="cpu", trainable=True, rendezvous=rendezvous
         )
-        options = suite.make_options(learning_rate=LEARNING_RATE, param_dtype="float32")
+        options = suite.make_options(**({"learning_rate": LEARNING_RATE, "param_dtype": "float32"} | dict(layout)))
         trainer: Trainer = suite.build()(options, context)
         trainer.setup()
         rank, size = trainer.data_parallel_rank, trainer.data_parallel_size
