@@ -159,8 +159,7 @@ def attention_share(lengths: Sequence[int], budget: int) -> float:
     """Real tokens over rows inside the trainer's attention, where sequences of similar length are padded together."""
     computed = 0
     for cut in micro_batches(lengths, range(len(lengths)), budget):
-        buckets, _ = PackedLayout([lengths[i] for i in cut]).buckets()
-        computed += sum(count * width for count, width, _ in buckets)
+        computed += sum(count * width for count, width in PackedLayout([lengths[i] for i in cut]).buckets().shapes)
     return sum(lengths) / computed
 
 

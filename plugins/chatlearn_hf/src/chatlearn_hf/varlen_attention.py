@@ -8,7 +8,7 @@ It is registered with transformers' ``AttentionInterface`` as ``chatlearn_varlen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,24 @@ from chatlearn_hf.ulysses import UlyssesGroup
 VARLEN_ATTENTION = "chatlearn_varlen"
 """Value for ``attn_implementation``."""
 
-BUCKET_FILL = 0.75
-"""A sequence joins a bucket if it has at least this fraction of the bucket's longest length. This bounds padding inside
-attention to a quarter of a row, and keeps the number of kernel calls logarithmic in the spread of lengths."""
+CALL_SCORES = 6000
+"""Attention scores of a head that a CPU computes in about the time of another call of the kernel. Sequences join a
+bucket until padding them has cost that much."""
 
 _UNSUPPORTED = ("position_bias", "indices", "alibi", "score_mod")
 """Arguments of attention variants that change the scores, which this implementation does not support."""
+
+
+class Buckets(NamedTuple):
+    """Sequences in groups of similar length, each padded to the longest of its group."""
+
+    shapes: list[tuple[int, int]]
+    """(sequences, tokens of each) of every group."""
+    gather: Tensor
+    """[P] int64, the computed row of every padded row, group after group; padding repeats the sequence's last token,
+    which no real token can see."""
+    restore: Tensor
+    """[R] int64, the padded row of every computed row."""
 
 
 class PackedLayout:
@@ -51,7 +63,6 @@ class PackedLayout:
     __slots__ = (
         "_buckets",
         "_reaches",
-        "_restore",
         "cu_seqlens",
         "lengths",
         "max_length",
@@ -92,8 +103,7 @@ class PackedLayout:
             token_of_row = torch.full((int(rows.max()) + 1,), total, dtype=torch.int64)
             token_of_row.scatter_reduce_(0, rows, torch.arange(total), "amin")
             self.row_of_token, self.token_of_row = rows.to(device), token_of_row.to(device)
-        self._buckets: list[tuple[int, int, Tensor]] | None = None
-        self._restore: Tensor | None = None
+        self._buckets: Buckets | None = None
         self._reaches: dict[int | None, Reach] = {}
         self.windows: set[int] = set()
         """Sliding windows that attention layers have requested."""
@@ -134,30 +144,28 @@ class PackedLayout:
         source = starts[:, None] + torch.minimum(column, sizes[:, None] - 1)
         return source.to(self.position_ids.device), (column < sizes[:, None]).to(self.position_ids.device)
 
-    def buckets(self) -> tuple[list[tuple[int, int, Tensor]], Tensor]:
-        """Group sequences of similar length, padded to the longest of their group.
+    def buckets(self) -> Buckets:
+        """Group sequences of similar length."""
+        if self._buckets is None:
+            self._buckets = self._make_buckets()
+        return self._buckets
 
-        Returns:
-            (n, L, index [n * L]) for each group: ``rows[index]`` gathers its padded rows from the computed ones
-            (padding repeats the sequence's last token, which no real token can see); and ``restore`` [R], which selects
-            the computed rows from the groups' concatenated outputs.
-        """
-        if self._buckets is None or self._restore is None:
-            self._buckets, self._restore = self._make_buckets()
-        return self._buckets, self._restore
-
-    def _make_buckets(self) -> tuple[list[tuple[int, int, Tensor]], Tensor]:
+    def _make_buckets(self) -> Buckets:
         device = self.position_ids.device
         sizes = torch.as_tensor(self.lengths, dtype=torch.int64)
         starts = sizes.cumsum(0) - sizes
         order = sorted((i for i, n in enumerate(self.lengths) if n), key=lambda i: -self.lengths[i])
         restore = torch.empty(self.num_tokens, dtype=torch.int64)
-        buckets: list[tuple[int, int, Tensor]] = []
+        shapes: list[tuple[int, int]] = []
+        gather: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
         first, offset = 0, 0
         while first < len(order):
             width = self.lengths[order[first]]
-            last = first
-            while last < len(order) and self.lengths[order[last]] >= BUCKET_FILL * width:
+            last, padding = first + 1, 0
+            while last < len(order):
+                padding += width**2 - self.lengths[order[last]] ** 2
+                if padding > CALL_SCORES:
+                    break
                 last += 1
             members = torch.as_tensor(order[first:last])
             column = torch.arange(width)[None, :]
@@ -165,10 +173,11 @@ class PackedLayout:
             real = column < sizes[members, None]
             rows = offset + torch.arange(len(members) * width).view(-1, width)
             restore[source[real]] = rows[real]
-            buckets.append((len(members), width, self.rows_of(source.reshape(-1).to(device))))
+            shapes.append((len(members), width))
+            gather.append(source.reshape(-1))
             offset += len(members) * width
             first = last
-        return buckets, self.reduce(restore.to(device))
+        return Buckets(shapes, self.rows_of(torch.cat(gather).to(device)), self.reduce(restore.to(device)))
 
 
 def register_varlen_attention() -> None:
@@ -310,15 +319,15 @@ def _flash_varlen(
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, rule: ScoreRule) -> Tensor:
     """Return [R, H, Dv] from rows [R, H, D], with one call for each bucket of similar lengths."""
-    buckets, restore = layout.buckets()
+    shapes, gather, restore = layout.buckets()
     heads, size = query.shape[1], value.shape[2]
-    outputs: list[Tensor] = []
-    for count, width, index in buckets:
-        q, k, v = (
-            rows.index_select(0, index).view(count, width, *rows.shape[1:]).transpose(1, 2)
-            for rows in (query, key, value)
-        )
-        outputs.append(attend(q, k, v, rule).transpose(1, 2).reshape(count * width, heads, size))
-    if not outputs:
+    if not shapes:
         return query.new_zeros(query.shape[0], heads, size)
-    return torch.cat(outputs).index_select(0, restore) if len(outputs) > 1 else outputs[0].index_select(0, restore)
+    # All buckets at once: the gradient of each gathering would be as large as all rows.
+    sizes = [count * width for count, width in shapes]
+    padded = (torch.split(rows.index_select(0, gather), sizes) for rows in (query, key, value))
+    outputs: list[Tensor] = []
+    for (count, width), *parts in zip(shapes, *padded, strict=True):
+        q, k, v = (rows.view(count, width, *rows.shape[1:]).transpose(1, 2) for rows in parts)
+        outputs.append(attend(q, k, v, rule).transpose(1, 2).reshape(count * width, heads, size))
+    return torch.cat(outputs).index_select(0, restore)

@@ -273,7 +273,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad = probabilities.zero_()
             if grad_logprobs is not None:
                 grad.scatter_add_(-1, labels[rows, None], grad_logprobs[rows, None])
-            grad_logits[rows] = grad.div_(ctx.temperature)
+            grad_logits[rows] = grad if ctx.temperature == 1.0 else grad.div_(ctx.temperature)
         return grad_logits, None, None, None, None, None
 
 
@@ -286,18 +286,22 @@ def _row_values(
     entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
     for start in range(0, logits.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
-        scaled = logits[rows].to(dtype) / temperature
+        scaled = _scaled(logits[rows], dtype, temperature)
         normaliser[rows] = scaled.logsumexp(-1)
         logprobs[rows] = scaled.gather(-1, labels[rows, None]).squeeze(-1) - normaliser[rows]
         if with_entropy:
-            entropy[rows] = _entropy_terms(scaled.sub_(normaliser[rows, None]).exp_()).sum(-1)
+            entropy[rows] = _entropy_terms((scaled - normaliser[rows, None]).exp_()).sum(-1)
     return _RowValues(logprobs, normaliser, entropy)
 
 
 def _probabilities(logits: Tensor, normaliser: Tensor, temperature: float) -> Tensor:
     """[C, V] softmax of logits / temperature, a new tensor."""
-    scaled = logits.to(normaliser.dtype) / temperature
-    return scaled.sub_(normaliser[:, None]).exp_()
+    return (_scaled(logits, normaliser.dtype, temperature) - normaliser[:, None]).exp_()
+
+
+def _scaled(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
+    """[C, V] logits / temperature; the logits themselves if nothing changes."""
+    return logits.to(dtype) if temperature == 1.0 else logits.to(dtype) / temperature
 
 
 def _entropy_terms(probabilities: Tensor) -> Tensor:
