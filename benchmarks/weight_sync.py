@@ -41,6 +41,7 @@ from weight_sync_model import (
     LEARNING_RATE,
     MB,
     MemoryTrainer,
+    files_s,
     memcpy_s,
     optimizer_step,
     total_bytes,
@@ -80,7 +81,7 @@ def repeats_of(name: str, repeats: int) -> int:
 
 
 def measure_transfers(
-    end: TrainerEnd, tensors: Mapping[str, Tensor], copy: tuple[float, float], args: argparse.Namespace
+    end: TrainerEnd, tensors: Mapping[str, Tensor], copy: tuple[float, float], scratch: Path, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Each transport alone; and at last what one optimizer step changes for ``delta``."""
     found: dict[str, Any] = {}
@@ -95,6 +96,12 @@ def measure_transfers(
             seconds = {number: end.loopback_s(size, number, args.repeats) for number in LOOPBACK_GROUPS}
             measured["loopback_gb_s"] = {number: round(size / one / 1e9, 2) for number, one in seconds.items()}
             measured["of_loopback"] = round(min(seconds.values()) / measured["s"], 2)
+        if name == "checkpoint":
+            written, read = files_s(tensors, scratch, SLOW_REPEATS)
+            measured["files_gb_s"] = {
+                kind: round(total_bytes(tensors) / one / 1e9, 2) for kind, one in (("write", written), ("read", read))
+            }
+            measured["of_files"] = round((written + read) / measured["s"], 2)
         found[name] = measured
         print(f"  {name:>14} alone: {measured}", flush=True)
     return found
@@ -206,7 +213,7 @@ def measure_size(size_mb: int, args: argparse.Namespace) -> dict[str, Any]:
             scratch / "model", scratch / "workspace", engine="", dtype="", python=None, bucket_mb=args.bucket_mb
         )
         try:
-            row["transfer"] = measure_transfers(end, tensors, copy, args)
+            row["transfer"] = measure_transfers(end, tensors, copy, scratch, args)
             row["delta"] = measure_delta(end, tensors)
             print(f"  delta: {row['delta']}", flush=True)
         finally:

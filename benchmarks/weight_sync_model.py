@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from chatlearn_core.types import WeightShard
 from chatlearn_testing.model_directory import read_checkpoint
 
 MB = 1 << 20
+FILE_PIECE_BYTES = 4 << 20
 VOCABULARY = 32_000
 MOST_LAYERS = 28
 """As many as Qwen3-0.6B has; smaller models have fewer."""
@@ -91,6 +94,24 @@ def memcpy_s(tensors: Mapping[str, Tensor], repeats: int) -> tuple[float, float]
         seconds.append(time.perf_counter() - start)
         cpu.append(time.process_time() - cpu_start)
     return statistics.median(seconds[1:]), statistics.median(cpu[1:])
+
+
+def files_s(tensors: Mapping[str, Tensor], directory: Path, repeats: int) -> tuple[float, float]:
+    """Seconds of writing the same tensors into one safetensors file and flushing it to the disk, and then of reading
+    every byte of it.
+    """
+    path, written, read = directory / "plain.safetensors", [], []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        save_file(dict(tensors), path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            written.append(time.perf_counter() - start)
+            while file.read(FILE_PIECE_BYTES):
+                pass
+        read.append(time.perf_counter() - start - written[-1])
+        path.unlink()
+    return statistics.median(written[1:]), statistics.median(read[1:])
 
 
 def total_bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from chatlearn_transformers.kv_cache import SlotCache, round_up
@@ -38,6 +39,20 @@ def test_rows_keep_their_content_through_growth_and_moves():
     assert cache.num_bytes > 0
     cache.clear()
     assert cache.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("needed", "most", "columns"),
+    [(36, 68, 96), (36, 128, 128), (36, 129, 64), (36, 0, 64), (100, 40, 128)],
+)
+def test_room_for_whole_sequences_is_made_at_once_where_it_is_not_much_more(needed, most, columns):
+    cache = SlotCache()
+    cache.reserve(3, needed, most)
+    cache.expect_prefill(0, None, 2)
+    cache.update(*states(2, 5, 0), 0)
+    assert cache.num_bytes == 2 * 3 * 2 * columns * 4 * 4
+    cache.reserve(3, columns)
+    assert cache.num_bytes == 2 * 3 * 2 * columns * 4 * 4, "nothing grows"
 
 
 def test_round_up():

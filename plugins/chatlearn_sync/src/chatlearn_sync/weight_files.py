@@ -11,6 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ HUGGING_FACE_INDEX_NAME = "model.safetensors.index.json"
 INDEX_FORMAT = 2
 HEADER_LENGTH_BYTES = 8
 """Size of the little-endian integer at the start of a safetensors file that gives the length of its JSON header."""
-READ_BYTES = 16 << 20
+READ_BYTES = 4 << 20
+READERS = 4
+"""Threads that checksum the tensors of a file, each with ``READ_BYTES`` in memory."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -131,19 +134,24 @@ def write_shard(path: Path, parts: Sequence[tuple[str, Tensor]]) -> tuple[FileEn
             host = host.clone()
         storages.add(host.data_ptr())
         tensors[name] = host
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            header, _ = _read_header(file.read(HEADER_LENGTH_BYTES), file.read, path)
-            num_bytes = os.fstat(file.fileno()).st_size
-    except (OSError, SafetensorError) as error:
-        raise write_error(path, error) from error
-    entries = {
-        name: TensorEntry(path.name, tuple(tensor.shape), dtype_name(tensor), tensor_crc32(tensor))
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
+        entries = pool.submit(_tensor_entries, path.name, tensors)  # while the disk writes
+        try:
+            save_file(tensors, path, metadata={"format": "pt"})
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                header, _ = _read_header(file.read(HEADER_LENGTH_BYTES), file.read, path)
+                num_bytes = os.fstat(file.fileno()).st_size
+        except (OSError, SafetensorError) as error:
+            raise write_error(path, error) from error
+        return FileEntry(num_bytes, zlib.crc32(header)), entries.result()
+
+
+def _tensor_entries(file: str, tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+    return {
+        name: TensorEntry(file, tuple(tensor.shape), dtype_name(tensor), tensor_crc32(tensor))
         for name, tensor in tensors.items()
     }
-    return FileEntry(num_bytes, zlib.crc32(header)), entries
 
 
 def tensor_crc32(tensor: Tensor) -> int:
@@ -251,22 +259,28 @@ def _verify_file(path: Path, entry: FileEntry, tensors: Mapping[str, TensorEntry
             if zlib.crc32(header) != entry.header_crc32:
                 raise WeightSyncError(f"{path}: corrupted: the header's checksum differs from the index")
             start = HEADER_LENGTH_BYTES + len(header)
-            for name, expected in tensors.items():
-                begin, end = layout[name]["data_offsets"]
-                file.seek(start + begin)
-                checksum, left = 0, end - begin
-                while left:
-                    data = file.read(min(left, READ_BYTES))
-                    if not data:
-                        break
-                    checksum, left = zlib.crc32(data, checksum), left - len(data)
-                if checksum != expected.crc32:
-                    raise WeightSyncError(
-                        f"{path}: corrupted: tensor {name!r} has CRC-32 {checksum:#010x}, the index says "
-                        f"{expected.crc32:#010x}"
-                    )
+            with ThreadPoolExecutor(READERS, thread_name_prefix="checksums") as pool:
+                spans = [tuple(start + offset for offset in layout[name]["data_offsets"]) for name in tensors]
+                checksums = pool.map(lambda span: _crc32_of(file.fileno(), *span), spans)
+                for (name, expected), checksum in zip(tensors.items(), checksums, strict=True):
+                    if checksum != expected.crc32:
+                        raise WeightSyncError(
+                            f"{path}: corrupted: tensor {name!r} has CRC-32 {checksum:#010x}, the index says "
+                            f"{expected.crc32:#010x}"
+                        )
     except OSError as error:
         raise WeightSyncError(f"{path}: cannot be read: {error}") from error
+
+
+def _crc32_of(descriptor: int, begin: int, end: int) -> int:
+    """Return the CRC-32 of a file's bytes [begin, end); of those before its end, if that comes sooner."""
+    checksum = 0
+    while begin < end:
+        data = os.pread(descriptor, min(end - begin, READ_BYTES), begin)
+        if not data:
+            break
+        checksum, begin = zlib.crc32(data, checksum), begin + len(data)
+    return checksum
 
 
 def _read_header(length: bytes, read: Any, path: Path) -> tuple[bytes, dict[str, Any]]:

@@ -51,13 +51,22 @@ class SlotCache(Cache):
             self._bytes_per_token = self.num_bytes // (rows * columns)
         return self._bytes_per_token
 
-    def reserve(self, num_rows: int, num_columns: int) -> None:
-        """Make room for ``num_rows`` sequences of ``num_columns`` tokens, keeping the content."""
+    def reserve(self, num_rows: int, num_columns: int, most_columns: int = 0) -> None:
+        """Make room for ``num_rows`` sequences of ``num_columns`` tokens, keeping the content.
+
+        Args:
+            num_rows: number of sequences.
+            num_columns: number of tokens of the longest.
+            most_columns: number that the longest may have in the end; room is made for them at once where that at most
+                doubles ``num_columns``.
+        """
         rows, columns = self._capacity
         if num_rows <= rows and num_columns <= columns:
             return
         if num_columns > columns:
-            columns = max(round_up(num_columns, LENGTH_STEP), 2 * columns if columns else 0)
+            needed = round_up(num_columns, LENGTH_STEP)
+            most = round_up(most_columns, LENGTH_STEP)
+            columns = max(needed, most if most <= 2 * needed else 0, 2 * columns if columns else 0)
         if num_rows > rows:
             rows = max(num_rows, 2 * rows if rows else 0)
         self._capacity = (rows, columns)

@@ -24,8 +24,10 @@ class RowCache(Protocol):
     def num_bytes(self) -> int:
         """Allocated memory in bytes."""
 
-    def reserve(self, num_rows: int, num_columns: int) -> None:
-        """Make room for ``num_rows`` sequences of ``num_columns`` tokens, keeping the content."""
+    def reserve(self, num_rows: int, num_columns: int, most_columns: int = 0) -> None:
+        """Make room for ``num_rows`` sequences of ``num_columns`` tokens, keeping the content; the longest may have
+        ``most_columns`` in the end.
+        """
 
     def clear(self) -> None:
         """Free the memory and remove all sequences."""

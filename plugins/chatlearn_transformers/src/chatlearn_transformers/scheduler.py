@@ -192,7 +192,11 @@ class Scheduler:
             max(pending.request.sampling.max_tokens for pending in admitted),
             max(len(pending.request.sampling.stop_token_ids) for pending in admitted),
         )
-        self._decoder.cache.reserve(first + len(admitted), max(len(context) for context in contexts) + 1)
+        self._decoder.cache.reserve(
+            first + len(admitted),
+            max(len(context) for context in contexts) + 1,
+            max(pending.max_length for pending in admitted),
+        )
         rows = slice(first, first + len(admitted))
         sampling = [pending.request.sampling for pending in admitted]
         slots.counts[rows] = [pending.num_prior for pending in admitted]

@@ -33,7 +33,7 @@ class OwnCaches:
         found = {id(tensor): tensor for cache in self.rows.values() for tensor in _tensors(cache, set())}
         return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
 
-    def reserve(self, num_rows: int, num_columns: int) -> None:
+    def reserve(self, num_rows: int, num_columns: int, most_columns: int = 0) -> None:
         """Do nothing: these caches grow by themselves."""
 
     def clear(self) -> None:
