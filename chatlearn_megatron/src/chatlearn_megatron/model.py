@@ -206,7 +206,7 @@ class MegatronModel:
         """Whether checkpoints hold an entry of a chunk's state: what training changes, but no state of
         TransformerEngine, so that they resume with either kind of layers.
         """
-        return self.trains(name) and not name.endswith("_extra_state")
+        return self.trains(name) and not name.rpartition(".")[2].startswith("_extra_state")
 
     def adapter_pieces(self) -> Iterator[Piece]:
         """Yield the parts of the adapters that this rank holds, under peft's names."""
