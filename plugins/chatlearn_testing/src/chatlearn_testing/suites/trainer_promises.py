@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -75,44 +76,60 @@ class TrainerPromisesContract(TrainerFixtures, ConformanceSuite):
             not_applicable("the record declares max_ranks=1")
         if self.device != "cpu":
             not_applicable("the suite starts several ranks on CPUs only")
-        alone, loss = make_trainer(), MaskedPolicyLoss()
         checkpoint = tmp_path / "checkpoint" if record.reshards else None
-        if checkpoint is not None:
+        with contextlib.ExitStack() as ended:
+            # Forked before this process has a trainer, whose process group and threads would be theirs, too.
+            ranks = [
+                self._fork_ranks(ended, layout, model_directory, batch, checkpoint) for layout in self.rank_layouts
+            ]
+            alone, loss = make_trainer(), MaskedPolicyLoss()
+            if checkpoint is not None:
+                alone.update(loss.prepare(batch), loss)
+                alone.save(checkpoint)
             alone.update(loss.prepare(batch), loss)
-            alone.save(checkpoint)
-        alone.update(loss.prepare(batch), loss)
-        expected = stream(alone)
-        for layout in self.rank_layouts:
-            what = f"{RANKS} ranks" + (f" with {dict(layout)}" if layout else "")
-            found = self._work_of_ranks(layout, model_directory, batch, checkpoint)
-            errors = [str(one["error"]) for one in found if "error" in one]
-            assert not errors, f"{what} do not work: {errors}"
-            places = [(one["rank"], one["size"]) for one in found]
-            assert places in ([(0, RANKS), (1, RANKS)], [(0, 1), (0, 1)]), (
-                f"data-parallel ranks and sizes of {what} are {places}"
-            )
-            if places == [(0, 1), (0, 1)]:
-                assert record.parallel, (
-                    f"{what} each say that they are the only one, and no dimension divides the model"
-                )
-            streamed: dict[str, Any] = {}
-            for one in found:
-                streamed |= one["weights"]
-            assert streamed.keys() == expected.keys(), f"{what} stream other tensors than one"
-            for name, values in streamed.items():
-                apart = float((torch.from_numpy(values).double() - expected[name].double()).abs().max())
-                assert apart <= LEARNING_RATE / 2, f"{name}: after the same step, {what} and one differ by {apart}"
+            expected = stream(alone)
+            alone.close()
+            for layout, of_layout in zip(self.rank_layouts, ranks, strict=True):
+                for rank in of_layout:
+                    rank.begin()
+                found = [rank.result(self.patience_s) for rank in of_layout]
+                self._check_ranks(layout, found, expected)
 
-    def _work_of_ranks(
-        self, layout: Mapping[str, Any], directory: Path, batch: TrainBatch, checkpoint: Path | None
-    ) -> list[dict[str, Any]]:
+    def _check_ranks(
+        self, layout: Mapping[str, Any], found: Sequence[Mapping[str, Any]], expected: Mapping[str, Tensor]
+    ) -> None:
+        what = f"{RANKS} ranks" + (f" with {dict(layout)}" if layout else "")
+        errors = [str(one["error"]) for one in found if "error" in one]
+        assert not errors, f"{what} do not work: {errors}"
+        places = [(one["rank"], one["size"]) for one in found]
+        assert places in ([(0, RANKS), (1, RANKS)], [(0, 1), (0, 1)]), (
+            f"data-parallel ranks and sizes of {what} are {places}"
+        )
+        if places == [(0, 1), (0, 1)]:
+            assert self.record().parallel, (
+                f"{what} each say that they are the only one, and no dimension divides the model"
+            )
+        streamed: dict[str, Any] = {}
+        for one in found:
+            streamed |= one["weights"]
+        assert streamed.keys() == expected.keys(), f"{what} stream other tensors than one"
+        for name, values in streamed.items():
+            apart = float((torch.from_numpy(values).double() - expected[name].double()).abs().max())
+            assert apart <= LEARNING_RATE / 2, f"{name}: after the same step, {what} and one differ by {apart}"
+
+    def _fork_ranks(
+        self,
+        ended: contextlib.ExitStack,
+        layout: Mapping[str, Any],
+        directory: Path,
+        batch: TrainBatch,
+        checkpoint: Path | None,
+    ) -> list[_Rank]:
         rendezvous = f"tcp://127.0.0.1:{_free_port()}"
         ranks = [_Rank(type(self), index, layout, rendezvous, directory, batch, checkpoint) for index in range(RANKS)]
-        try:
-            return [rank.result(self.patience_s) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.end()
+        for rank in ranks:
+            ended.callback(rank.end)
+        return ranks
 
     def test_the_work_of_a_trainer_leaves_the_process_as_it_was(
         self, make_trainer: MakeTrainer, batch: TrainBatch, tmp_path: Path
@@ -214,6 +231,10 @@ class _Rank:
         self._process.start()
         theirs.close()
 
+    def begin(self) -> None:
+        """Let the rank work; until then it waits."""
+        self._pipe.send("begin")
+
     def result(self, patience_s: float) -> dict[str, Any]:
         """Return what the rank tells in the end."""
         if not self._pipe.poll(patience_s):
@@ -241,6 +262,7 @@ def _be_rank(
     batch: TrainBatch,
     checkpoint: Path | None,
 ) -> None:
+    pipe.recv()
     loss = MaskedPolicyLoss()
     try:
         source = ModelSource(str(directory), str(directory))
