@@ -76,6 +76,8 @@ class TrainerPromisesContract(TrainerFixtures, ConformanceSuite):
             not_applicable("the record declares max_ranks=1")
         if self.device != "cpu":
             not_applicable("the suite starts several ranks on CPUs only")
+        if not self.rank_layouts:
+            not_applicable("rank_layouts is empty: the suite forks ranks, which this engine does not allow")
         checkpoint = tmp_path / "checkpoint" if record.reshards else None
         with contextlib.ExitStack() as ended:
             # Forked before this process has a trainer, whose process group and threads would be theirs, too.
