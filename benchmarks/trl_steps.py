@@ -75,13 +75,17 @@ def trained(trainer: Any, num_steps: int, tokens: Callable[[], float]) -> list[d
     ]
 
 
+def rows_of(data: str) -> list[dict[str, Any]]:
+    """The rows of a workload's file."""
+    return [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
+
+
 def sft_steps(model: str, data: str, run_dir: str, settings: Mapping[str, Any]) -> list[dict[str, float]]:
     """Steps of supervised fine-tuning on the completions, in packed or in padded rows."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    rows = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
     arguments = SFTConfig(
         per_device_train_batch_size=settings["batch"],
         gradient_accumulation_steps=settings["accumulation"],
@@ -94,7 +98,7 @@ def sft_steps(model: str, data: str, run_dir: str, settings: Mapping[str, Any]) 
         model=model,
         processing_class=AutoTokenizer.from_pretrained(model),
         args=arguments,
-        train_dataset=Dataset.from_list([{key: row[key] for key in ("prompt", "completion")} for row in rows]),
+        train_dataset=Dataset.from_list([{key: row[key] for key in ("prompt", "completion")} for row in rows_of(data)]),
     )
     return trained(trainer, settings["steps"], lambda: float(trainer._total_train_tokens))
 
@@ -105,7 +109,6 @@ def grpo_steps(model: str, data: str, run_dir: str, settings: Mapping[str, Any])
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    rows = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
     tokens = settings["completion_tokens"]
     arguments = GRPOConfig(
         per_device_train_batch_size=settings["samples"] // settings["accumulation"],
@@ -126,7 +129,7 @@ def grpo_steps(model: str, data: str, run_dir: str, settings: Mapping[str, Any])
         processing_class=AutoTokenizer.from_pretrained(model),
         reward_funcs=last_number_is_right,
         args=arguments,
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=Dataset.from_list(rows_of(data)),
     )
     steps = trained(trainer, settings["steps"], lambda: float(trainer.state.num_input_tokens_seen))
     [length] = [entry["completions/mean_length"] for entry in trainer.state.log_history if "step_time" in entry]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,19 +94,16 @@ def test_what_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_trainer(model_of: Callable[[str], str]) -> Iterator[Callable[..., MegatronTrainer]]:
-    """``make_trainer(family, device, **options)``"""
-    made: list[MegatronTrainer] = []
+def make_trainer(model_of: Callable[[str], str], request: pytest.FixtureRequest) -> Callable[..., MegatronTrainer]:
+    """``make_trainer(family, device, **options)``; closed after the test."""
 
     def make(family: str, device: str, **options: Any) -> MegatronTrainer:
         trainer = MegatronTrainer(MegatronOptions(learning_rate=1e-3, **options), context_on(device, model_of(family)))
+        request.addfinalizer(trainer.close)
         trainer.setup()
-        made.append(trainer)
         return trainer
 
-    yield make
-    for trainer in made:
-        trainer.close()
+    return make
 
 
 @pytest.fixture

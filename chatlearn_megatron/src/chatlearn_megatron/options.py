@@ -44,7 +44,9 @@ class MegatronOptions(AdapterTrainerOptions):
         8192, ge=1, description="Token budget of one forward pass; a longer sequence or unit gets its own pass."
     )
     logits_chunk_tokens: int | None = Field(
-        None, ge=1, description="Tokens whose logits are held at once; null keeps them under 128 MiB in float32."
+        None,
+        ge=1,
+        description="Tokens whose logits are held at once; null keeps them under 128 MiB in float32, 512 on a GPU.",
     )
     param_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",

@@ -290,13 +290,20 @@ def _row_values(
         normaliser[rows] = scaled.logsumexp(-1)
         logprobs[rows] = scaled.gather(-1, labels[rows, None]).squeeze(-1) - normaliser[rows]
         if with_entropy:
-            entropy[rows] = _entropy_terms((scaled - normaliser[rows, None]).exp_()).sum(-1)
+            entropy[rows] = _entropy_terms(_exponentials(scaled, normaliser[rows], logits)).sum(-1)
     return _RowValues(logprobs, normaliser, entropy)
 
 
 def _probabilities(logits: Tensor, normaliser: Tensor, temperature: float) -> Tensor:
     """[C, V] softmax of logits / temperature, a new tensor."""
-    return (_scaled(logits, normaliser.dtype, temperature) - normaliser[:, None]).exp_()
+    return _exponentials(_scaled(logits, normaliser.dtype, temperature), normaliser, logits)
+
+
+def _exponentials(scaled: Tensor, normaliser: Tensor, logits: Tensor) -> Tensor:
+    """[C, V] exp(scaled - normaliser); in the memory of ``scaled``, unless that is the logits'."""
+    shared = scaled.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
+    shifted = scaled - normaliser[:, None] if shared else scaled.sub_(normaliser[:, None])
+    return shifted.exp_()
 
 
 def _scaled(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:

@@ -83,7 +83,9 @@ class PackedTrainerOptions(AdapterTrainerOptions):
         " varlen, packed sequences, ulysses 1 and ring 1; otherwise prompts are computed separately.",
     )
     logits_chunk_tokens: int | None = Field(
-        None, ge=1, description="Tokens whose logits are held at once; null keeps them under 128 MiB in float32."
+        None,
+        ge=1,
+        description="Tokens whose logits are held at once; null keeps them under 128 MiB in float32, 512 on a GPU.",
     )
     attention: Literal["varlen", "sdpa", "eager"] = Field(
         "varlen",
