@@ -73,8 +73,12 @@ def build_family_model(directory: Path, model_type: str) -> Path:
     return directory
 
 
-RANK_LAYOUTS: tuple[dict[str, Any], ...] = ()
-"""The engine's threads do not survive a fork; the package's tests start ranks as processes of their own."""
+RANK_LAYOUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"tensor_parallel": 2, "sequence_parallel": True},
+    {"pipeline_parallel": 2},
+    {"context_parallel": 2},
+)
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "trainer/megatron": {

@@ -6,8 +6,12 @@ from typing import Any
 
 ENGINE_STATE = frozenset(f"the environment: {name}" for name in ("DS_ACCELERATOR", "LOCAL_RANK"))
 
-RANK_LAYOUTS: tuple[dict[str, Any], ...] = ()
-"""The engine's threads do not survive a fork; the package's tests start ranks as processes of their own."""
+RANK_LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"zero_stage": 1},
+    {"zero_stage": 3},
+    {"zero_stage": 1, "ulysses": 2},
+    {"zero_stage": 1, "ring": 2},
+)
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "trainer/deepspeed": {

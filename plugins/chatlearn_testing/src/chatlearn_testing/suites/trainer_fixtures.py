@@ -37,9 +37,7 @@ class TrainerFixtures(ModelSuite, ConformanceSuite):
     """Options under which a micro-batch holds few tokens; None: ``max_tokens_per_micro_batch``."""
 
     rank_layouts: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
-    """Options of two ranks, beside the suite's, in each layout that is tried. None at all for an engine whose process
-    cannot be forked once it has worked: its own tests start ranks.
-    """
+    """Options of two ranks, beside the suite's, in each layout that is tried."""
 
     @pytest.fixture
     def make_trainer(self, model_directory: Path) -> Iterator[MakeTrainer]:

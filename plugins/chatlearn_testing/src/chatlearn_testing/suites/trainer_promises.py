@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import random
@@ -18,10 +17,12 @@ import torch
 from torch import Tensor
 
 from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.protocols import ModelSource, RoleContext, Trainer
 from chatlearn_core.types import OutputRequest, TrainBatch
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.batches import MaskedPolicyLoss
+from chatlearn_testing.other_process import START_S
 from chatlearn_testing.process_state import StateWatch
 from chatlearn_testing.processes import descendants
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
@@ -76,26 +77,24 @@ class TrainerPromisesContract(TrainerFixtures, ConformanceSuite):
             not_applicable("the record declares max_ranks=1")
         if self.device != "cpu":
             not_applicable("the suite starts several ranks on CPUs only")
-        if not self.rank_layouts:
-            not_applicable("rank_layouts is empty: the suite forks ranks, which this engine does not allow")
+        alone, loss = make_trainer(), MaskedPolicyLoss()
         checkpoint = tmp_path / "checkpoint" if record.reshards else None
-        with contextlib.ExitStack() as ended:
-            # Forked before this process has a trainer, whose process group and threads would be theirs, too.
-            ranks = [
-                self._fork_ranks(ended, layout, model_directory, batch, checkpoint) for layout in self.rank_layouts
-            ]
-            alone, loss = make_trainer(), MaskedPolicyLoss()
-            if checkpoint is not None:
-                alone.update(loss.prepare(batch), loss)
-                alone.save(checkpoint)
+        if checkpoint is not None:
             alone.update(loss.prepare(batch), loss)
-            expected = stream(alone)
-            alone.close()
-            for layout, of_layout in zip(self.rank_layouts, ranks, strict=True):
-                for rank in of_layout:
-                    rank.begin()
-                found = [rank.result(self.patience_s) for rank in of_layout]
-                self._check_ranks(layout, found, expected)
+            alone.save(checkpoint)
+        alone.update(loss.prepare(batch), loss)
+        expected = stream(alone)
+        torch.save(batch, tmp_path / "batch.pt")
+        for layout in self.rank_layouts:
+            options = self.make_options(**({"learning_rate": LEARNING_RATE, "param_dtype": "float32"} | dict(layout)))
+            work = (record.factory, options, f"tcp://127.0.0.1:{_free_port()}", model_directory, tmp_path, checkpoint)
+            ranks = [_Rank(index, *work) for index in range(RANKS)]
+            try:
+                found = [rank.result(max(self.patience_s, START_S)) for rank in ranks]
+            finally:
+                for rank in ranks:
+                    rank.end()
+            self._check_ranks(layout, found, expected)
 
     def _check_ranks(
         self, layout: Mapping[str, Any], found: Sequence[Mapping[str, Any]], expected: Mapping[str, Tensor]
@@ -118,20 +117,6 @@ class TrainerPromisesContract(TrainerFixtures, ConformanceSuite):
         for name, values in streamed.items():
             apart = float((torch.from_numpy(values).double() - expected[name].double()).abs().max())
             assert apart <= LEARNING_RATE / 2, f"{name}: after the same step, {what} and one differ by {apart}"
-
-    def _fork_ranks(
-        self,
-        ended: contextlib.ExitStack,
-        layout: Mapping[str, Any],
-        directory: Path,
-        batch: TrainBatch,
-        checkpoint: Path | None,
-    ) -> list[_Rank]:
-        rendezvous = f"tcp://127.0.0.1:{_free_port()}"
-        ranks = [_Rank(type(self), index, layout, rendezvous, directory, batch, checkpoint) for index in range(RANKS)]
-        for rank in ranks:
-            ended.callback(rank.end)
-        return ranks
 
     def test_the_work_of_a_trainer_leaves_the_process_as_it_was(
         self, make_trainer: MakeTrainer, batch: TrainBatch, tmp_path: Path
@@ -213,29 +198,14 @@ class TrainerPromisesContract(TrainerFixtures, ConformanceSuite):
 
 
 class _Rank:
-    """A process that is one rank of several."""
+    """A process that is one rank of several; a new one, because the threads of some engines do not survive a fork."""
 
-    def __init__(
-        self,
-        suite: type[TrainerFixtures],
-        index: int,
-        layout: Mapping[str, Any],
-        rendezvous: str,
-        directory: Path,
-        batch: TrainBatch,
-        checkpoint: Path | None,
-    ) -> None:
-        self._pipe, theirs = multiprocessing.Pipe()
-        # Forked: a new interpreter would load torch and the engine once more.
-        self._process = multiprocessing.get_context("fork").Process(
-            target=_be_rank, args=(theirs, suite, index, layout, rendezvous, directory, batch, checkpoint), daemon=True
-        )
+    def __init__(self, index: int, *work: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_be_rank, args=(theirs, index, *work), daemon=True)
         self._process.start()
         theirs.close()
-
-    def begin(self) -> None:
-        """Let the rank work; until then it waits."""
-        self._pipe.send("begin")
 
     def result(self, patience_s: float) -> dict[str, Any]:
         """Return what the rank tells in the end."""
@@ -256,23 +226,22 @@ class _Rank:
 
 def _be_rank(
     pipe: Connection,
-    suite: type[TrainerFixtures],
     index: int,
-    layout: Mapping[str, Any],
+    factory: str,
+    options: Any,
     rendezvous: str,
     directory: Path,
-    batch: TrainBatch,
+    scratch: Path,
     checkpoint: Path | None,
 ) -> None:
-    pipe.recv()
     loss = MaskedPolicyLoss()
     try:
+        batch: TrainBatch = torch.load(scratch / "batch.pt", weights_only=False)
         source = ModelSource(str(directory), str(directory))
         context = RoleContext(
             "trainer", source, rank=index, world_size=RANKS, device="cpu", trainable=True, rendezvous=rendezvous
         )
-        options = suite.make_options(**({"learning_rate": LEARNING_RATE, "param_dtype": "float32"} | dict(layout)))
-        trainer: Trainer = suite.build()(options, context)
+        trainer: Trainer = resolve_import_string(factory)(options, context)
         trainer.setup()
         rank, size = trainer.data_parallel_rank, trainer.data_parallel_size
         if checkpoint is not None:
